@@ -111,6 +111,12 @@ EXTRAS = {
         "model.init_method": "{use_mup: true, std: 0.05, output_multiplier: 2.0, depth_rule: "
         "inverse, base: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2}}"
     },
+    "muon": {
+        "optimizer.optimizer_factory": "{name: muon, adamw_named_params: ['layers.0.*'], "
+        "torch_adam_is_fused: false}",
+        "optimizer.weight_average": "{decay: 0.9}",
+        "optimizer.spikes": "{sigma: 1.0, window: 4}",
+    },
     "ramp": {"tokens.batch_ramp": f"{{start: {PART}, increment: {PART}, samples: {2 * PART}}}"},
 }
 """Keys of the config that a row's extra has. A ramp has one, two and three micro-batches."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import pytest
 import runs
 import torch
 
 from kenotron_ckpt import read_manifest
-from kenotron_config import GeneralConfig
+from kenotron_config import Config, load_config
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
+from kenotron_engine import ModelPlan
 from kenotron_train import reproducible
 
 MODE = {
@@ -22,7 +25,12 @@ MODE = {
     "tokens__batch_accumulation_per_replica": 1,
     "model__dtype": "float32",
 }
-GENERAL = GeneralConfig(project="p", reproducible=True)
+FLAGS = (*(f"{key.replace('__', '.')}={value}" for key, value in MODE.items()), "parallelism.tp=1")
+CONFIG = load_config(runs.TINY_LLAMA, FLAGS)
+
+
+def conditions_of(config: Config) -> dict[str, Any] | None:
+    return reproducible.conditions(config.general, config.parallelism, config.model)
 
 
 def trained(folder: Path, **changes: object) -> str:
@@ -36,14 +44,29 @@ def figures(folder: Path) -> list[tuple[float, float]]:
     return [(each["lm_loss"], each["grad_norm"]) for each in runs.metrics(folder)]
 
 
+def evaluated(folder: Path, *flags: str) -> tuple[float, bool]:
+    """The loss on held-out samples that an evaluation of step 3 finds, and whether it warns."""
+    step = ("--ckpt-path", "checkpoints/3", "--output", "found.json")
+    done = runs.program("apps/train", folder, "evaluate", *step, "--perplexity", *flags)
+    assert done.returncode == 0, done.stderr
+    (source,) = json.loads((folder / "found.json").read_text())["sources"].values()
+    return source["loss"], "general.reproducible: " in done.stdout
+
+
+def validation_loss(folder: Path) -> float:
+    return runs.metrics(folder)[2]["validation_loss"]
+
+
 def test_a_run_on_other_ranks_is_the_same(tmp_path: Path) -> None:
     alone, cut, resumed = folders = [tmp_path / name for name in ("alone", "cut", "resumed")]
     for folder in folders:
         folder.mkdir()
     told = trained(alone)
     assert "Reproducible: each sample is computed alone" in told
-    trained(cut, parallelism__dp=2, tokens__micro_batch_size=2)
+    trained(cut, parallelism__dp=2, tokens__micro_batch_size=2, tokens__val_check_interval=3)
     assert figures(cut) == figures(alone)
+    assert evaluated(cut, "--tp", "2", "--batch-size", "3") == (validation_loss(cut), False)
+    assert evaluated(cut, "--threads", "2")[1]
     told = trained(
         resumed,
         parallelism__tp=2,
@@ -53,7 +76,7 @@ def test_a_run_on_other_ranks_is_the_same(tmp_path: Path) -> None:
     assert "Resumed after step 3" in told and "; general.reproducible" not in told
     assert figures(resumed) == figures(alone)[3:]
     state = read_manifest(cut / "checkpoints" / "6").state["reproducible"]
-    assert state == reproducible.conditions(GENERAL)
+    assert state == conditions_of(CONFIG)
 
 
 def test_a_resume_names_what_fixes_the_bits(tmp_path: Path) -> None:
@@ -76,9 +99,8 @@ def test_another_number_of_threads_is_refused(tmp_path: Path) -> None:
 
 def differ(mesh: Mesh) -> str:
     found = {"threads": 1, "instructions": f"kind {mesh.rank}"}
-    with mock.patch.object(reproducible, "conditions", lambda _: found):
-        with pytest.raises(ValueError, match="the ranks' conditions differ") as error:
-            reproducible.check_conditions(GENERAL, mesh)
+    with pytest.raises(ValueError, match="the ranks' conditions differ") as error:
+        reproducible.check_conditions(found, mesh)
     return str(error.value)
 
 
@@ -88,9 +110,50 @@ def test_ranks_on_other_machines_are_named() -> None:
 
 
 def test_conditions_are_compared() -> None:
-    now = reproducible.conditions(GENERAL)
-    assert now is not None and reproducible.conditions(GeneralConfig(project="p")) is None
+    now = conditions_of(CONFIG)
+    usual = replace(CONFIG, general=replace(CONFIG.general, reproducible=False))
+    assert now is not None and conditions_of(usual) is None
     assert reproducible.changed_conditions(now, now) == ""
     assert reproducible.changed_conditions(None, None) == ""
     told = reproducible.changed_conditions({**now, "torch": "1.0"}, now)
     assert f"torch was 1.0 and is {torch.__version__}" in told
+
+
+def test_with_chunks_the_order_of_tokens_is_a_condition() -> None:
+    alone = [*FLAGS, "parallelism.cp_block=64"]
+    assert conditions_of(load_config(runs.TINY_LLAMA, alone)) == (conditions_of(CONFIG))
+    flags = [*FLAGS, "general.reproducible_max_cp=2", "general.reproducible_max_tp=1"]
+    before = conditions_of(load_config(runs.TINY_LLAMA, flags))
+    for flag, words in (
+        ("cp_block=64", "cp_block was 512 and is 64: bits may change"),
+        ("cp_layout=contiguous", "cp_layout was zigzag and is contiguous: bits may change"),
+    ):
+        config = load_config(runs.TINY_LLAMA, [*flags, f"parallelism.{flag}"])
+        told = reproducible.changed_conditions(before, conditions_of(config))
+        assert told == f"; general.reproducible: {words}"
+
+
+def computed(mesh: Mesh, scores: bool, saved: dict[str, Any]) -> tuple[int, int, str]:
+    plan, remark = reproducible.as_trained(
+        ModelPlan(spec=CONFIG.decoder), saved, mesh, scores=scores
+    )
+    return plan.virtual_shards, plan.virtual_chunks, remark
+
+
+@pytest.mark.parametrize(
+    ("axes", "scores", "changes", "found"),
+    [
+        ({"tp": 2}, True, {"torch": "1.0"}, (4, 1, "torch was 1.0 and is ")),
+        ({"tp": 2}, True, {"max_tp": 1}, (1, 1, "tp 2 does not divide the 1 virtual shards")),
+        ({"cp": 2}, False, {}, (1, 1, "cp 2 does not divide the 1 virtual chunks")),
+        ({"cp": 2}, False, {"max_cp": 2, "max_tp": 1, "cp_block": 8}, (1, 2, "")),
+        ({}, True, {"max_cp": 2, "max_tp": 1}, (1, 1, "texts are not scored in chunks")),
+    ],
+)
+def test_a_checkpoint_computes_as_it_was_trained_or_says_why_not(
+    axes: dict[str, int], scores: bool, changes: dict[str, Any], found: tuple[int, int, str]
+) -> None:
+    saved = (conditions_of(CONFIG) or {}) | changes
+    for shards, chunks, remark in on_ranks(computed, scores, saved, **axes):
+        assert (shards, chunks) == found[:2] and found[2] in remark
+        assert bool(remark) == bool(found[2])

@@ -42,6 +42,10 @@ ONE_KEY_HEAD = (
     "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 257, "
     "max_position_embeddings: 64}"
 )
+PROXY = (
+    "doremi={domain_names: [a, b], ref_model_resume_checkpoint_path: reference/100}",
+    "data_stages.0.data.dataset.hf_dataset_or_datasets={a: 0.5, b: 0.5}",
+)
 CHUNKS, ALONE = "general.reproducible_max_cp=2", "general.reproducible_max_tp=1"
 REFUSED = {
     "general.device: cuda": ("general.device=cuda",),
@@ -60,35 +64,26 @@ REFUSED = {
         "parallelism.cp_attention=ulysses",
         ONE_KEY_HEAD,
     ),
-    "model.model_config.attn_pdrop: 0.1": (STARCODER,),
-    "model.model_config.embd_pdrop: 0.2": (STARCODER,),
-    "model.model_config.resid_pdrop: 0.3": (STARCODER,),
-    "model.mtp.layers: 1": ("model.mtp={weight: 0.3}",),
-    "model.init_method.use_mup: true": (
-        "model.init_method={use_mup: true, base: {hidden_size: 8}}",
-    ),
+    "model.mtp is not computed in chunks": (CHUNKS, ALONE, "model.mtp={weight: 0.3}"),
+    "doremi's proxy run adds up whole samples": (CHUNKS, ALONE, *PROXY),
     "model.compile: true": ("model.compile=true",),
     "model.cuda_graph: true": ("model.cuda_graph=true",),
     "model.dtype: float16": ("model.dtype=float16",),
-    "optimizer.optimizer_factory.name: muon": (MUON,),
     "optimizer.optimizer_factory.torch_adam_is_fused: true": (
-        "optimizer.optimizer_factory.torch_adam_is_fused=true",
+        MUON.replace("[]", "[], torch_adam_is_fused: true"),
     ),
     "optimizer.shard_ranks: 1": ("optimizer.shard_ranks=1",),
     "optimizer.state_dtype: bfloat16": ("optimizer.state_dtype=bfloat16",),
     "optimizer.offload: True": ("optimizer.offload=true",),
     "optimizer.accumulate_grad_in_fp32: False": ("optimizer.accumulate_grad_in_fp32=false",),
-    "optimizer.weight_average: ": ("optimizer.weight_average={decay: 0.9}",),
-    "optimizer.spikes: ": ("optimizer.spikes={}",),
     "evaluate: a section": ("evaluate={tasks: [arc_easy]}",),
     "metrics_logging: a section": ("metrics_logging={log_level: 1}",),
-    "doremi: a section": ("doremi={domain_names: [a, b]}",),
 }
 """The begin of a problem, and settings that have it."""
 PROVED = {
     "optimizer_factory", "zero_stage", "reduce", "regather", "weight_decay", "clip_grad",
     "learning_rate_scheduler", "weight_decay_exclude_named_params", "weight_decay_exclude_kinds",
-    "lr_multipliers", "nonfinite", "max_rollbacks", "loss_scale",
+    "lr_multipliers", "nonfinite", "max_rollbacks", "loss_scale", "weight_average", "spikes",
 }  # fmt: skip
 """Keys of the optimizer whose values change nothing that depends on a layout."""
 
@@ -112,6 +107,11 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("general.reproducible_threads=4", "optimizer.nonfinite=skip"),
         ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER", "parallelism.dp=2"),
         ("parallelism.dp=2", QWEN),
+        ("parallelism.dp=2", STARCODER, MUON),
+        ("parallelism.tp=2", "model.mtp={weight: 0.3}", "optimizer.spikes={}"),
+        ("model.init_method={use_mup: true, base: {hidden_size: 8}}",),
+        ("optimizer.weight_average={decay: 0.9}", CHUNKS, ALONE, STARCODER),
+        PROXY,
         ("parallelism.cp=2", "general.reproducible_max_cp=4", ALONE),
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
     ],
@@ -167,6 +167,13 @@ def test_a_cp_that_is_refused_names_the_keys_that_fit() -> None:
 def test_with_chunks_the_order_of_tokens_has_an_effect() -> None:
     sets = [*FITTING, CHUNKS, ALONE, "parallelism.cp_layout=contiguous", "parallelism.cp_block=64"]
     assert not [line for line in ignored_keys(load_config(FILE, sets)) if "cp_" in line]
+
+
+def test_with_chunks_nothing_is_selected_to_be_computed_again() -> None:
+    sets = [*FITTING, "parallelism.recompute=selective"]
+    told = "parallelism.recompute: selective has no effect: samples in chunks keep all"
+    assert told in "\n".join(ignored_keys(load_config(FILE, [*sets, CHUNKS, ALONE])))
+    assert told not in "\n".join(ignored_keys(load_config(FILE, sets)))
 
 
 def test_a_tp_that_is_refused_names_the_one_that_fits() -> None:

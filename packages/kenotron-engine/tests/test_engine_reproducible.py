@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -13,23 +14,23 @@ from kenotron_dist import Mesh, tree_sum
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import build_training, decoder_layers, gradients_of, training_step
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
-from kenotron_models import Mup, mup_scales, virtual_shards
-from kenotron_optim import ExactNorm, SampleGradients, WeightAverageConfig
+from kenotron_models import virtual_shards
+from kenotron_optim import ExactNorm, MuonConfig, SampleGradients
 
 PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_is_fused=False)}
 SPEC = cases.LLAMA.decoder
-SCALES = mup_scales(SPEC, Mup(base=SPEC), "adamw", 0.1)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "mtp_weight": ({"spec": replace(SPEC, mtp_weight=0.3)}, {}),
-    "dropout": ({"spec": replace(SPEC, embedding_dropout=0.1)}, {}),
-    "scales": ({"scales": SCALES}, {}),
+    "virtual_chunks = 2 and mtp_weight": (
+        {"spec": replace(SPEC, mtp_weight=0.3), "virtual_chunks": 2},
+        {},
+    ),
     "compile": ({"compile": True}, {}),
     "virtual_chunks = 2 and virtual_shards = 2": ({"virtual_chunks": 2, "virtual_shards": 2}, {}),
     "virtual_chunks = 3, which is no power of two": ({"virtual_chunks": 3}, {}),
     "cuda_graph": ({"cuda_graph": True}, {}),
     "float16": ({"dtype": torch.float16}, {}),
     "torch_adam_is_fused": ({}, {"optimizer_factory": cases.ADAMW.optimizer_factory}),
-    "weight_average": ({}, {"weight_average": WeightAverageConfig(decay=0.9)}),
+    "the fused kernel": ({}, {"optimizer_factory": MuonConfig(torch_adam_is_fused=True)}),
 }
 
 
@@ -94,6 +95,23 @@ def test_losses_and_reports_are_the_same_on_every_cut(z_loss: float) -> None:
     [(want, _)] = on_ranks(step, z_loss)
     for sizes in ({"dp": 2}, {"dp": 4}, {"pp": 2, "dp": 2}, {"tp": 2}):
         assert all(rank[0] == want for rank in on_ranks(step, z_loss, **sizes))
+
+
+def dropped(mesh: Mesh, **how: Any) -> float:
+    """The loss with much dropout."""
+    blocks = tuple(
+        replace(block, dropout=0.3, mixer=replace(block.mixer, dropout=0.3))
+        for block in SPEC.blocks
+    )
+    spec = replace(SPEC, embedding_dropout=0.3, blocks=blocks)
+    training = cases.training_of(mesh, cases.plan(spec=spec, **how), **PLAIN)
+    return gradients_of(training, cases.batches_of(mesh, 1)[0], 1)[0]
+
+
+@pytest.mark.parametrize("how", [{"virtual_shards": 4}, {"virtual_chunks": 4}])
+def test_virtual_ranks_drop_what_a_usual_training_drops(how: dict[str, int]) -> None:
+    [usual], [exact] = on_ranks(dropped), on_ranks(partial(dropped, reproducible=True, **how))
+    assert exact == pytest.approx(usual, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from engine_cases import EXPERTS, LLAMA, plan, training_of
+from engine_cases import ADAMW, EXPERTS, LLAMA, plan, training_of
 
 from kenotron_cp import AttentionWay
+from kenotron_data import Batch
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
@@ -17,6 +20,7 @@ from kenotron_engine import (
     Training,
     build_model,
     continue_texts,
+    gradients_of,
     score_rows,
 )
 from kenotron_models import Context, Sampling
@@ -154,3 +158,70 @@ def refused_texts(mesh: Mesh) -> None:
 
 def test_texts_that_cannot_be_continued_are_errors_on_all_ranks() -> None:
     on_ranks(refused_texts, dp=2)
+
+
+def exactly(mesh: Mesh, spec, shards: int, rows: list[Row], batch_size: int) -> list[Score]:
+    of = plan(spec=spec, reproducible=True, virtual_shards=shards)
+    model = ModelOnMesh(plan=of, mesh=mesh, model=build_model(of, mesh))
+    return score_rows(model, rows, batch_size, multiple_of=5)
+
+
+def losses_of_steps(mesh: Mesh, spec, shards: int, rows: list[Row]) -> list[float]:
+    """The loss of a step on each row alone, padded to 5, 10 or 12 tokens; its target is its last.
+
+    Other tokens than 0 pad it: without experts they count for nothing.
+    """
+    of, found = plan(spec=spec, reproducible=True, virtual_shards=shards), []
+    rule = replace(ADAMW.optimizer_factory, torch_adam_is_fused=False)
+    training = training_of(mesh, of, optimizer_factory=rule)
+    for row in rows:
+        read = len(row.tokens) - 1
+        shape = 1, 1, min(-(-read // 5) * 5, LLAMA.max_position_embeddings)
+        tokens, labels = torch.full(shape, 9), torch.full(shape, -100)
+        tokens[0, 0, :read] = torch.tensor(row.tokens[:-1])
+        labels[0, 0, read - 1] = row.tokens[-1]
+        places = torch.arange(shape[-1]).expand(shape).contiguous()
+        documents = torch.where(places < read, 0, -1) if spec.routes else None
+        sample = torch.zeros(1, 1, dtype=torch.int64)
+        batch = Batch(tokens, labels, places, sample, documents_MBS=documents)
+        found.append(gradients_of(training, batch)[0])
+    return found
+
+
+@pytest.mark.parametrize(("spec", "shards"), [(LLAMA, 4), (LLAMA, 1), (EXPERTS, 1)])
+def test_reproducible_scores_are_the_losses_of_training_steps(spec, shards) -> None:
+    mesh, rows = Mesh.connect(), [Row(row.tokens, 1) for row in rows_of()]
+    want = losses_of_steps(mesh, spec.decoder, shards, rows)
+    assert [-score.logprob for score in exactly(mesh, spec.decoder, shards, rows, 3)] == want
+
+
+@pytest.mark.parametrize(
+    ("spec", "shards", "layouts"),
+    [
+        (LLAMA, 4, [{"dp": 3}, {"tp": 2, "pp": 2}, {"tp": 4}]),
+        (EXPERTS, 1, [{"dp": 2, "ep": 2}]),
+    ],
+)
+def test_reproducible_scores_are_the_same_on_every_layout(spec, shards, layouts) -> None:
+    mesh, rows = Mesh.connect(), rows_of()
+    want = exactly(mesh, spec.decoder, shards, rows, 1)
+    for axes in layouts:
+        for found in on_ranks(exactly, spec.decoder, shards, rows, 4, **axes):
+            assert found == want
+    # What comes later in a text counts for nothing: one token after the other is one row at once.
+    row = rows[0]
+    split = [Row(row.tokens[: n + 1], 1) for n in range(6, 10)]
+    parts = exactly(mesh, spec.decoder, shards, split, 2)
+    if not spec.decoder.routes:
+        [whole] = exactly(mesh, spec.decoder, shards, [Row(row.tokens[:10], 4)], 1)
+        assert whole.logprob == sum(part.logprob for part in parts)
+
+
+def in_chunks(mesh: Mesh) -> None:
+    of = plan(reproducible=True, virtual_chunks=2)
+    with pytest.raises(ValueError, match="virtual_chunks = 2: scores of rows are not computed in"):
+        score_rows(ModelOnMesh(plan=of, mesh=mesh, model=build_model(of, mesh)), rows_of(), 1)
+
+
+def test_rows_in_chunks_are_not_scored() -> None:
+    on_ranks(in_chunks)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve_step, store_at
+from kenotron_ckpt import open_checkpoint, read_manifest, resolve_step, store_at
 from kenotron_command import FAILED, OK, add_layout, framed, layout_sizes
 from kenotron_config import Config, EvaluateConfig, unavailable
 from kenotron_data import tokenizer_libraries
@@ -28,6 +28,7 @@ from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
 from kenotron_train.evaluate.validation import validate_model
 from kenotron_train.log.printing import fail, say
+from kenotron_train.reproducible import as_trained
 
 CONFIG = "config.yaml"
 USER_ERRORS = (ValueError, OSError, ImportError)
@@ -46,6 +47,10 @@ class EvaluationRequest:
     """Name (None: bytes) and revision."""
     output: Path
     """The file of the result."""
+    sequence: int = 1
+    """Tokens of the training's samples, to a multiple of which a reproducible model pads texts."""
+    threads: int | None = None
+    """Threads of each rank; None: those of a reproducible training, or as many as there are."""
 
 
 def evaluate_main(argv: Sequence[str]) -> int:
@@ -93,7 +98,8 @@ def _request(given: argparse.Namespace) -> EvaluationRequest:
     if section.perplexity:
         _check_held_out(data, folder)
     tokenizer = _tokenizer(given.tokenizer, manifest.state, folder)
-    return EvaluationRequest(folder, section, data, tokenizer, output)
+    sequence = manifest.state.get("sequence_length") or 1
+    return EvaluationRequest(folder, section, data, tokenizer, output, sequence, given.threads)
 
 
 def _config_of(folder: Path | str) -> Config | None:
@@ -175,9 +181,9 @@ def _tokenizer(
 
 def _evaluate(mesh: Mesh, request: EvaluationRequest) -> dict[str, Any]:
     """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
-    model = read_model(request.folder, mesh)
-    evaluator = Evaluator(model, request.section, request.tokenizer)
-    for note in evaluator.notes if mesh.rank == 0 else ():
+    model, remark = read_model(request, mesh)
+    evaluator = Evaluator(model, request.section, request.tokenizer, request.sequence)
+    for note in filter(None, [remark, *evaluator.notes]) if mesh.rank == 0 else ():
         say(note)
     name = store_at(request.folder).name
     step = int(name) if name.isdecimal() else 0
@@ -189,21 +195,30 @@ def _evaluate(mesh: Mesh, request: EvaluationRequest) -> dict[str, Any]:
     return {"failure": found.failure}
 
 
-def read_model(folder: Location, mesh: Mesh) -> ModelOnMesh:
+def read_model(request: EvaluationRequest, mesh: Mesh) -> tuple[ModelOnMesh, str]:
     """Build the model of a checkpoint on a mesh, and read its weights. Collective over the mesh.
+
+    That of a run with ``general.reproducible`` computes as it did, where the mesh allows it.
+
+    Returns:
+        The model, and a remark about the bits of a reproducible run.
 
     Raises ValueError when the mesh does not fit the model, or a file is damaged.
     """
-    checkpoint = open_checkpoint(folder, mesh)
+    checkpoint = open_checkpoint(request.folder, mesh)
     state = checkpoint.manifest.state
     config, multipliers = model_from_json(state["model_config"])
     dtype = state.get("dtype") or "float32"
     plan = ModelPlan(
         spec=multipliers.applied(config.decoder), dtype=getattr(torch, dtype), draws=None
     )
+    saved = state.get("reproducible")
+    if saved is not None and request.threads is None:
+        torch.set_num_threads(saved["threads"])
+    plan, remark = as_trained(plan, saved, mesh, scores=bool(request.section.tasks))
     model = ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh))
     checkpoint.load(model.records())
-    return model
+    return model, remark
 
 
 def _held_out(model: ModelOnMesh, request: EvaluationRequest, step: int) -> Validation | None:

@@ -40,13 +40,18 @@ class Evaluator:
         model: the model; a training's is evaluated where it lies.
         section: what is evaluated.
         tokenizer: its name (None: bytes) and revision.
+        sequence: a reproducible model pads texts that it scores to a multiple of this.
 
     Collective over the mesh. Raises ValueError for a task that is not known or has no data, and
     for a tokenizer that cannot be opened. ``notes`` are lines about keys without effect.
     """
 
     def __init__(
-        self, model: ModelOnMesh, section: EvaluateConfig, tokenizer: tuple[str | None, str | None]
+        self,
+        model: ModelOnMesh,
+        section: EvaluateConfig,
+        tokenizer: tuple[str | None, str | None],
+        sequence: int = 1,
     ) -> None:
         self._model, self._section = model, section
         self._harness: Harness | None = None
@@ -65,7 +70,9 @@ class Evaluator:
             ) from error
         most = spec.max_position_embeddings
         window = section.max_length or (most if most < WITHOUT_LIMIT else USUAL_LENGTH)
-        self._passes = LedPasses(model, texts, window=window, batch_size=section.batch_size)
+        self._passes = LedPasses(
+            model, texts, window=window, batch_size=section.batch_size, multiple_of=sequence
+        )
         self.notes = on_first_at_length(model.mesh, "finding tasks", self._find_tasks)
 
     def _find_tasks(self) -> list[str]:

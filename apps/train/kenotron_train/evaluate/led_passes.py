@@ -38,13 +38,21 @@ class LedPasses:
         texts: the tokenizer, which decides where a continuation stops.
         window: most tokens that the model reads.
         batch_size: texts that a dp rank reads together.
+        multiple_of: see ``score_rows``.
     """
 
     def __init__(
-        self, model: ModelOnMesh, texts: TextTokens, *, window: int, batch_size: int
+        self,
+        model: ModelOnMesh,
+        texts: TextTokens,
+        *,
+        window: int,
+        batch_size: int,
+        multiple_of: int = 1,
     ) -> None:
         self._model, self.texts = model, texts
         self.window, self._batch_size = window, batch_size
+        self._multiple_of = multiple_of
         self._broken = False
 
     def lead(self, work: Callable[[], Any]) -> tuple[Any, str]:
@@ -114,7 +122,9 @@ class LedPasses:
         try:
             if command == "score":
                 rows = [Row(*each) for each in arguments]
-                return score_rows(self._model, rows, self._batch_size)
+                return score_rows(
+                    self._model, rows, self._batch_size, multiple_of=self._multiple_of
+                )
             return self._continue(*arguments)
         except ValueError:
             raise

@@ -47,7 +47,7 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     if config.parallelism.dp > 1:
         buckets = len(training.grads.buckets)
         report.say(f"Gradients are summed over dp in {buckets} bucket{'s' * (buckets != 1)}")
-    if found := conditions(config.general):
+    if found := conditions(config.general, config.parallelism, config.model):
         report.say(
             "Reproducible: each sample is computed alone, and gradients are added in one tree over "
             f"the global batch; {described(found)}"

@@ -29,7 +29,7 @@ from kenotron_train.log.banner import introduce
 from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
-from kenotron_train.reproducible import check_conditions
+from kenotron_train.reproducible import check_conditions, conditions
 from kenotron_train.run.elastic import slow_ranks_of
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.memory_copies import MemoryCopies, memory_folder
@@ -102,7 +102,8 @@ def open_session(
         life = Together(hooks)
         life.pre_init(config, mesh)
         training = build_training(config, mesh, model)
-        check_conditions(config.general, mesh)
+        found = conditions(config.general, config.parallelism, config.model)
+        check_conditions(found, mesh)
         life.post_init(training)
         progress, remark = resume(training, asked=asked, memory=memory)
         training.check_replicas()

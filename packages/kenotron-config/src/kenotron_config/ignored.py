@@ -97,6 +97,8 @@ def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
         yield "parallelism.moe_layer_recompute", "the model has no experts"
     if config.optimizer.nonfinite != "rollback":
         yield "optimizer.max_rollbacks", "only optimizer.nonfinite: rollback counts them"
+    if chunks and parallel.recompute == "selective":
+        yield "parallelism.recompute", "samples in chunks keep all activations of a block, or none"
     if config.general.reproducible:
         if parallel.ep > 1:
             why = "with general.reproducible tokens are sent at once, for each choice"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kenotron_config.init_sections import SpectralMupInitConfig
+from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import GeneralConfig, ModelConfig
 from kenotron_models import DecoderSpec, virtual_shards, whole_row_part
@@ -14,8 +14,7 @@ from kenotron_models.layers import AttentionSpec
 from kenotron_optim import unordered_settings
 
 MODE = "with general.reproducible: true"
-DROPS = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout")
-SECTIONS = ("doremi", "evaluate", "lighteval", "metrics_logging")
+SECTIONS = ("evaluate", "lighteval", "metrics_logging")
 """Sections whose numbers are not shown to be the same on every layout."""
 
 
@@ -43,6 +42,8 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
             found += _tp(parallelism.tp, general.reproducible_max_tp, spec)
             if general.reproducible_max_cp > 1:
                 found += _chunks(general, parallelism, spec)
+        if general.reproducible_max_cp > 1:
+            found += _whole_samples(general.reproducible_max_cp, model, sections.get("doremi"))
     if optimizer := sections.get("optimizer"):
         for line in unordered_settings(optimizer):
             key, _, rest = line.partition(" was given")
@@ -85,6 +86,15 @@ def _chunks(
         yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
 
 
+def _whole_samples(most: int, model: ModelConfig, doremi: DoReMiConfig | None) -> Iterator[str]:
+    """Name losses that are not computed in chunks of a sample."""
+    key = "general.reproducible_max_cp"
+    if model.mtp is not None:
+        yield _line(key, most, "model.mtp is not computed in chunks of a sample", 1)
+    if doremi is not None and doremi.is_proxy:
+        yield _line(key, most, "doremi's proxy run adds up whole samples", 1)
+
+
 def _tp(tp: int, most: int, spec: DecoderSpec) -> Iterator[str]:
     if tp == 1 or (shards := virtual_shards(spec, most)) % tp == 0:
         return
@@ -101,15 +111,6 @@ def _model(model: ModelConfig) -> Iterator[str]:
     if isinstance(sizes, TransformersConfig):
         yield f"{path}: a model of transformers was given {MODE}; choose one of our own families"
         return
-    for name in DROPS:
-        if rate := getattr(sizes, name, 0.0):
-            yield _line(f"{path}.{name}", rate, "dropout is not proved", 0.0)
-    if model.mtp is not None:
-        yield f"model.mtp.layers: {model.mtp.layers} was given {MODE}; leave mtp out"
-    if isinstance(model.init_method, SpectralMupInitConfig):
-        yield (
-            f"model.init_method.use_mup: true was given {MODE}; µP is not proved: give std instead"
-        )
     for name in ("compile", "cuda_graph"):
         if getattr(model, name):
             yield _line(f"model.{name}", "true", "compiled kernels are not proved", "false")

@@ -28,7 +28,7 @@ def continue_texts(
     continues all texts.
 
     Args:
-        model: the model. Layers of transformers read the whole text again for each token.
+        model: the model. Layers of transformers, and a reproducible one, read all for each token.
         prompts: tokens of each text.
         window: longest text that the model reads, in tokens; see ``kenotron_models.generate``.
         max_new_tokens: how many to add at most.
@@ -63,7 +63,7 @@ def continue_texts(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             ends=lambda text, token, number=number: ends(number + text, token),
-            cached=not isinstance(model.plan.spec, TransformersSpec),
+            cached=not (model.plan.reproducible or isinstance(model.plan.spec, TransformersSpec)),
             first_text=number,
             source=model.model.pipeline.last_rank,
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 from kenotron_cp import cut_sequence
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import MicroLoss, NextToken, Parts, losses_and_z
+from kenotron_engine.sample_order import check_whole_samples
 from kenotron_engine.sequence import NO_TARGET, Share
 
 COLUMNS = 4
@@ -47,17 +48,21 @@ class DomainObjective(NextToken):
 
     def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
         """See ``Objective``; ``count`` is a scalar, ``share`` of the rows of ``reference_MBS``."""
+        check_whole_samples(model.plan, "losses of domains")
         axis, layout = model.mesh["cp"], model.plan.cp_mode.layout
         factors_k = torch.tensor(self.factors, dtype=torch.float64)
         if model.mesh.device.type == "cuda":  # a copy from pinned memory waits for nothing
             factors_k = factors_k.pin_memory()
         factors_k = factors_k.to(model.mesh.device, non_blocking=True)
+        reference_RS = self.reference_MBS.flatten(0, 1)
 
         def loss(x: Tensor, microbatch: int) -> Parts:
             micro = share.micros[microbatch]
             labels = micro.labels_BS
             total, z = losses_and_z(model, x, labels, self.z_loss)
-            reference = cut_sequence(self.reference_MBS[microbatch], axis, layout=layout)
+            first = microbatch * len(labels)  # reproducible micro-batches have one row
+            own = reference_RS[first : first + len(labels)]
+            reference = cut_sequence(own, axis, layout=layout)
             plain = (total.detach() - z.detach()).view_as(labels)  # (B, n)
             rows = _rows(plain, reference, labels != NO_TARGET)
             assert micro.sources_B is not None, "loaders tag every row"

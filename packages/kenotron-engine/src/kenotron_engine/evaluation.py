@@ -15,7 +15,7 @@ from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import token_losses
-from kenotron_engine.sample_order import one_by_one, rows_of_all
+from kenotron_engine.sample_order import check_whole_samples, one_by_one, rows_of_all
 from kenotron_engine.sequence import NO_TARGET
 from kenotron_models import split_chunks
 
@@ -73,9 +73,11 @@ def batch_losses(model: ModelOnMesh, batch: Batch) -> Tensor:
     """Return the cross entropy of every token of this data rank's rows: (R, S) fp32, R = M * B.
 
     The same on every rank but those of dp; 0 without target. Nothing is dropped, and no gradient
-    is kept. Collective over pp, cp and tp.
+    is kept. Collective over pp, cp and tp. Raises ValueError for a model in virtual chunks.
     """
     mesh, plan = model.mesh, model.plan
+    check_whole_samples(plan, "losses of tokens")
+    batch = one_by_one(batch) if plan.reproducible else batch
     share = model.share_of(batch.to(mesh.device))
     own = torch.zeros(
         len(batch), *share.micros[0].tokens_BS.shape, dtype=torch.float32, device=mesh.device

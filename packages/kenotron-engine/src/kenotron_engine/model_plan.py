@@ -54,7 +54,7 @@ class ModelPlan:
     """True: forward and backward of a micro-batch are one CUDA graph. Needs pp, cp and tp 1."""
     reproducible: bool = False
     """True: samples are computed one by one and added in one tree (``SampleGradients``), the same
-    bits on every pp, dp, ep and ZeRO stage. For models without dropout."""
+    bits on every pp, dp, ep and ZeRO stage."""
     virtual_shards: int = 1
     """Virtual shards over tp in the reproducible mode: with equally many the bits are the same on
     every tp that divides them (``kenotron_models.virtual_shards`` says how many a model allows)."""

@@ -29,14 +29,9 @@ def check_sample_order(
     if not plan.reproducible:
         return
     spec, axes = plan.spec, mesh.sizes
-    drops = [getattr(part, "dropout", 0.0) for block in spec.blocks for part in block.parts]
-    drops += [spec.embedding_dropout, *(block.dropout for block in spec.blocks)]
     given = {
         "layers that are not of the plan's spec": own_layers,
         "layers of transformers": isinstance(spec, TransformersSpec),
-        "mtp_weight": spec.mtp_weight,
-        "dropout": any(drops),
-        "scales": plan.scales is not None,
         "compile": plan.compile,
         "cuda_graph": plan.cuda_graph,
         "float16": plan.dtype == torch.float16,
@@ -62,12 +57,22 @@ def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
         shared |= isinstance(mixer, AttentionSpec) and mixer.kv_heads % cp > 0
     named = f"virtual_chunks = {chunks}"
     return {
+        f"{named} and mtp_weight": spec.mtp_weight > 0,
         f"{named} and virtual_shards = {plan.virtual_shards}": plan.virtual_shards > 1,
         f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
         f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
         f"{named} and ulysses, whose ranks share key heads": shared
         and plan.cp_mode.way == "ulysses",
     }
+
+
+def check_whole_samples(plan: ModelPlan, what: str) -> None:
+    """Raise ValueError where samples are computed in chunks, and ``what`` needs whole ones."""
+    if plan.virtual_chunks > 1:
+        raise ValueError(
+            f"virtual_chunks = {plan.virtual_chunks}: {what} are not computed in chunks of a "
+            "sample: set it to 1 (general.reproducible_max_cp)"
+        )
 
 
 def one_by_one(batch: Batch) -> Batch:

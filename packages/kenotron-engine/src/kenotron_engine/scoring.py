@@ -10,6 +10,7 @@ T = B * S, K tokens with a score among them, D hidden, V vocabulary; ``/t`` is d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,17 @@ from torch import Tensor
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
+from kenotron_engine.objective import token_losses
+from kenotron_engine.sample_order import check_whole_samples
 from kenotron_engine.sequence import NO_TARGET
-from kenotron_tp import capped_logits, cross_entropy, join_tokens, likeliest, matmul
+from kenotron_tp import (
+    capped_logits,
+    cross_entropy,
+    join_tokens,
+    likeliest,
+    matmul,
+    virtual_logits,
+)
 
 _TOKENS_AT_A_TIME = 1024
 """Tokens whose logits (K, V/t) exist at once."""
@@ -42,35 +52,56 @@ class Score(NamedTuple):
     """True where each of them is the likeliest token of its place (of equals the lowest id)."""
 
 
-def score_rows(model: ModelOnMesh, rows: Sequence[Row], batch_size: int) -> list[Score]:
+def score_rows(
+    model: ModelOnMesh, rows: Sequence[Row], batch_size: int, *, multiple_of: int = 1
+) -> list[Score]:
     """Score the last tokens of each row.
+
+    A reproducible model reads each row alone, padded to a multiple of ``multiple_of`` tokens: its
+    losses are, to the bit, those of a training step with samples of this length.
 
     Args:
         model: the model; its layers drop nothing.
         rows: N rows of any lengths, the same on every rank.
-        batch_size: B, rows that a dp rank reads together.
+        batch_size: B, rows that a dp rank reads together; a reproducible model reads one.
+        multiple_of: see above; no padding exceeds the longest text of the model.
 
     Returns:
         N scores in the order of ``rows``, the same on every rank. Collective over the mesh.
 
     Raises:
-        ValueError: a row has too few tokens for its score, or one outside the vocabulary.
+        ValueError: a row has too few tokens for its score, or one outside the vocabulary; the
+            model is in virtual chunks.
     """
     _check(rows, model.plan.spec.vocab_size, batch_size)
-    mesh = model.mesh
+    mesh, exact = model.mesh, model.plan.reproducible
+    most = model.plan.spec.max_position_embeddings
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row].tokens))
     found = torch.zeros(len(rows), 2, dtype=torch.float64, device=mesh.device)
-    for numbers, shape in _passes(order, mesh.sizes["dp"], mesh.sizes["pp"], batch_size):
-        width = len(rows[numbers[0]].tokens) - 1
+    passes = _passes(order, mesh.sizes["dp"], mesh.sizes["pp"], batch_size)
+    if exact:
+        check_whole_samples(model.plan, "scores of rows")
+        groups = groupby(order, lambda row: _width(rows[row], multiple_of, most))
+        each = (list(group) for _, group in groups)
+        passes = (p for g in each for p in _passes(g, mesh.sizes["dp"], mesh.sizes["pp"], 1))
+    adding_to = _adding_exactly if exact else _adding_to
+    for numbers, shape in passes:
+        width = _width(rows[numbers[0]], multiple_of if exact else 1, most)
         own = shape[0] * shape[1]
         first = mesh["dp"].rank * own
         batch = _batch(rows, numbers[first : first + own], (*shape, width))
         share = model.share_of(batch.to(mesh.device))
-        loss = _adding_to(found, model, share.micros)
+        loss = adding_to(found, model, share.micros)
         model.model.pipeline.evaluate(share.inputs, loss, share.contexts)
     # Only ranks with the last layer have seen logits, and each dp rank its own rows alone.
     found = all_reduce(found, mesh["pp", "dp", "cp"])
     return [Score(-loss, misses == 0) for loss, misses in found.tolist()]
+
+
+def _width(row: Row, multiple_of: int, most: int) -> int:
+    """Return the tokens that a row is read with, padding included."""
+    read = len(row.tokens) - 1
+    return max(min(-(-read // multiple_of) * multiple_of, most), read)
 
 
 def _passes(
@@ -136,6 +167,30 @@ def _adding_to(
             found.index_add_(0, row_of[part], torch.stack([each.double(), misses.double()], -1))
             total = total + each.sum()
         return total
+
+    return loss
+
+
+def _adding_exactly(
+    found: Tensor, model: ModelOnMesh, micros: list[MicroBatch]
+) -> Callable[[Tensor, int], Tensor]:
+    """``_adding_to`` for micro-batches of one row, in the shapes of a training step."""
+    head, tp, plan = model.model.head, model.mesh["tp"], model.plan
+
+    def best_of(x: Tensor) -> Tensor:
+        assert head is not None  # a reproducible model is its plan's
+        logits = virtual_logits(x, head.weight, tp, plan.virtual_shards, head.cap)
+        return likeliest(logits, tp, vocab_size=plan.spec.vocab_size)[0]
+
+    def loss(x: Tensor, microbatch: int) -> Tensor:
+        micro = micros[microbatch]
+        labels = micro.labels_BS.flatten()
+        each = token_losses(model, x, labels)
+        best = torch.cat([best_of(part) for part in x.split(_TOKENS_AT_A_TIME)])
+        misses = (best != labels) & (labels != NO_TARGET)
+        sums = torch.stack([each.double(), misses.double()], -1).sum(0, keepdim=True)
+        found.index_add_(0, micro.samples_B.clamp_min(0), sums)  # of padding 0
+        return each.sum()
 
     return loss
 

@@ -89,6 +89,7 @@ class Mixing(Part, Generic[Spec]):
         rope, features = spec.rope, spec.head_dim
         self.turned = features if rope is None else rope.features(features)  # by positions
         self.heads = heads // axis.size  # H/t
+        self.first_head = axis.rank * self.heads
         self.kv_heads = max(spec.kv_heads // axis.size, 1)  # G/t
         self.sinks: nn.Parameter | None = None
         if spec.sinks:  # (H/t,)
@@ -160,8 +161,8 @@ class Mixing(Part, Generic[Spec]):
         return how(q, k, v, self._sight(context), scoring, self.spec.backend)
 
     def _scoring(self, context: Context) -> Scoring:
-        spec, first_head = self.spec, self.axis.rank * self.heads
-        dropout = dropout_of(context, spec.dropout, self.layer, first_head)
+        spec = self.spec
+        dropout = dropout_of(context, spec.dropout, self.layer, self.first_head)
         return Scoring(spec.factor, spec.cap, self.sinks, dropout)
 
     def _angles(self, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:

@@ -160,7 +160,7 @@ class Block(nn.Module):
                 y = whole(_of_normed, part, norm, x, context)
             else:
                 y = part(x, context, norm=norm) if selective else part(norm(x), context)
-            x = x + self._drop(after(y), context, mixer)
+            x = x + self.drop(after(y), context, mixer)
         if (feed_forward := self.feed_forward) is not None:
             part, norm = self._modules[feed_forward], self._modules[f"{feed_forward}_norm"]
             after = self._modules[f"{feed_forward}_post_norm"]
@@ -169,11 +169,11 @@ class Block(nn.Module):
                 y = whole(_of_normed, part, norm, x, context)
             else:
                 y = part(x, context, norm=norm) if selective else part(norm(x), context)
-            x = x + self._drop(after(y), context, feed_forward)
+            x = x + self.drop(after(y), context, feed_forward)
         return x
 
-    def _drop(self, x: Tensor, context: Context, part: str) -> Tensor:
-        """Apply dropout and the residual factor to the output of a part."""
+    def drop(self, x: Tensor, context: Context, part: str) -> Tensor:
+        """Apply dropout and the residual factor to the output (T, D) of a part."""
         x = self._drop_some(x, context, part) if self.dropout else x
         return x if self.residual_scale == 1 else x * self.residual_scale
 

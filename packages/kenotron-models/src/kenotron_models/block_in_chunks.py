@@ -31,10 +31,13 @@ class Parted(Protocol):
     parts: tuple[str, ...]
     mixer: str | None
     recompute: Recompute
-    residual_scale: float
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a part, or a norm of one."""
+        ...
+
+    def drop(self, x: Tensor, context: Context, part: str) -> Tensor:
+        """Return what is added of a part's output (T, D)."""
         ...
 
 
@@ -66,7 +69,7 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
         each = zip(parts, xs, contexts, strict=True)
         ys = [part.forward(own, of_chunk) for part, own, of_chunk in each]
     y = join_chunks([post.forward(part) for post, part in zip(posts, ys, strict=True)])
-    return y if block.residual_scale == 1 else y * block.residual_scale
+    return block.drop(y, context, name)
 
 
 def _mixed(

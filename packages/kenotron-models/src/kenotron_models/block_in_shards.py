@@ -75,7 +75,7 @@ class BlockInShards(Block):
             alone = "mixer" if name == self.mixer else "feed_forward"
             again = self.recompute == alone and torch.is_grad_enabled()
             y = whole(run, x, context) if again else run(x, context)
-            x = x + self._drop(after(y), context, name)
+            x = x + self.drop(after(y), context, name)
         return split_tokens(x, self.axis) if self._cut and not self._last else x
 
 
@@ -94,7 +94,10 @@ class PartInShards:
 
     def __init__(self, part: Part, spec: PartSpec, width: int, build: Build, layer: int) -> None:
         self._part, self._axis, self._count = part, build.tp, build.own_shards
-        self._virtual = virtual_part(spec, width, build, layer)
+        first = build.tp.rank * self._count
+        self._virtual = [
+            virtual_part(spec, width, build, layer, first + i) for i in range(self._count)
+        ]
         self._cuts: dict[str, tuple[int, list[OwnChunk]] | None] = {}
         """By name: dimension that is cut, and its chunks; None: there is none."""
         self._bias: str | None = None
@@ -124,10 +127,12 @@ class PartInShards:
         own = {name: self._slices(name) for name in self._cuts}
         more = {"norm": _same} if again else {}
         found = [
-            with_values(self._virtual, {name: parts[i] for name, parts in own.items()})(
+            with_values(virtual, {name: parts[i] for name, parts in own.items()})(
                 each, context, **more
             )
-            for i, each in enumerate(to_shards(norm(x), self._count, self._axis))
+            for i, (virtual, each) in enumerate(
+                zip(self._virtual, to_shards(norm(x), self._count, self._axis), strict=True)
+            )
         ]
         y = from_shards(found, self._axis)
         return y if self._bias is None else y + self._part.get_parameter(self._bias)
@@ -154,12 +159,12 @@ def virtual_shards(spec: DecoderSpec, most: int) -> int:
     return count
 
 
-def virtual_part(spec: PartSpec, width: int, build: Build, layer: int) -> Part:
-    """Make a part as one of the virtual ranks has it, on meta; it communicates with no other rank.
+def virtual_part(spec: PartSpec, width: int, build: Build, layer: int, number: int) -> Part:
+    """Make a part as virtual rank ``number`` has it, on meta; it communicates with no other rank.
 
     Raises ValueError where the shards do not divide it.
     """
-    axis = Axis(build.tp.name, 0, tuple(range(build.shards)))
+    axis = Axis(build.tp.name, number, tuple(range(build.shards)))
     alone = replace(build, tp=axis, device="meta", shapes_only=True, shards=1)
     part = spec.build(width, alone, layer)
     for module in part.modules():

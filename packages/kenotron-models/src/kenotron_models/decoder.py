@@ -156,7 +156,7 @@ def build_decoder(
     tied: list[Embedding | Head] = [head] if spec.tie_word_embeddings else []
     if spec.mtp_weight:
         module = MultiTokenPrediction(
-            spec, build, recompute=again[-1], vocab_divisible_by=vocab_divisible_by
+            spec, build, recompute=again[-1], vocab_divisible_by=divisible
         )
         layers.append((MTP, module))
         tied.append(module.embedding)

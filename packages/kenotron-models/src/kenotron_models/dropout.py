@@ -15,6 +15,9 @@ from kenotron_dist import Axis
 from kenotron_dist.rng import counter_key, dropout, uniform
 from kenotron_models.context import Context
 
+TOKEN_PLACES = "token_places"
+"""Key of a context's own ``token_places``."""
+
 
 def drop_features(
     x: Tensor,
@@ -34,7 +37,7 @@ def drop_features(
     """
     if p == 0 or context.dropout_key is None:
         return x
-    samples, places = context.once("token_places", lambda: token_places(context))
+    samples, places = context.once(TOKEN_PLACES, lambda: token_places(context))
     if sequence_parallel:
         rows = slice(axis.rank * len(x), (axis.rank + 1) * len(x))
         samples, places = samples[rows], places[rows]  # fewer than x has: padding comes last

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kenotron_dist import Roles
 from kenotron_dist.placement import Partial, Placements
 from kenotron_models.block import Block
+from kenotron_models.block_in_shards import BlockInShards
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.embedding import Embedding
@@ -69,11 +70,13 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         width, depth = spec.hidden_size, spec.num_hidden_layers
         tokens_alone = replace(spec, learned_positions=False, embedding_dropout=0.0)
+        build = replace(build, cuts_between=False)  # the last block of the model gave all tokens
+        kind = Block if build.shards == 1 else BlockInShards
         self.embedding = Embedding(tokens_alone, build, divisible_by=vocab_divisible_by)
         self.hidden_norm = spec.norm.build(width, build)
         self.embedding_norm = spec.norm.build(width, build)
         self.projection = Projection(width, build)
-        self.block = Block(spec.blocks[-1], width, build, layer=depth, recompute=recompute)
+        self.block = kind(spec.blocks[-1], width, build, layer=depth, recompute=recompute)
 
     @property
     def cuts_sequence(self) -> bool:

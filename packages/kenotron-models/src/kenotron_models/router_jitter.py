@@ -15,7 +15,7 @@ from torch import Tensor
 from kenotron_dist import Axis
 from kenotron_dist.rng import counter_key, uniform
 from kenotron_models.context import Context
-from kenotron_models.dropout import token_places
+from kenotron_models.dropout import TOKEN_PLACES, token_places
 
 
 def jitter_factors(x: Tensor, size: float, context: Context, name: str, tp: Axis) -> Tensor | None:
@@ -36,7 +36,7 @@ def jitter_factors(x: Tensor, size: float, context: Context, name: str, tp: Axis
     """
     if size == 0 or context.dropout_key is None:
         return None
-    samples, places = context.once("token_places", lambda: token_places(context))
+    samples, places = context.once(TOKEN_PLACES, lambda: token_places(context))
     own = slice(tp.rank * len(x), (tp.rank + 1) * len(x))
     samples, places = samples[own], places[own]  # fewer than n at the end, where tp does not divide
     features = torch.arange(x.shape[1], device=x.device)

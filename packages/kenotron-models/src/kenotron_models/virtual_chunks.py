@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kenotron_dist.separate_uses import separate_use
 from kenotron_models.context import Context
+from kenotron_models.dropout import TOKEN_PLACES, token_places
 from kenotron_models.with_values import Module, with_values
 
 
@@ -78,12 +79,17 @@ def contexts_of_chunks(context: Context) -> list[Context]:
 
     def make() -> list[Context]:
         positions = context.positions_BS.chunk(context.chunks, 1)
+        places = [{}] * len(positions)
+        if context.dropout_key is not None:
+            samples, places_T = token_places(context)
+            each = zip(samples.chunk(context.chunks), places_T.chunk(context.chunks), strict=True)
+            places = [{TOKEN_PLACES: found} for found in each]
         return [
             replace(
                 context, positions_BS=each.contiguous(), host_positions_BS=None, cut=None,
-                chunks=0, kept={}, _made={},
+                chunks=0, kept={}, _made={**own},
             )
-            for each in positions
+            for each, own in zip(positions, places, strict=True)
         ]  # fmt: skip
 
     return context.once("contexts of chunks", make)

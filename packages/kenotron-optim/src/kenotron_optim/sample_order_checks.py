@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from kenotron_optim.config import OptimizerConfig
-from kenotron_optim.rule_config import AdamWConfig, MuonConfig
+from kenotron_optim.rule_config import SGDConfig
 
 ADVICE = {
     "shard_ranks": (None, "sums over blocks of ranks are in no tree of samples: leave it out"),
     "state_dtype": ("float32", "states are rounded at random: set it to float32"),
     "offload": (False, "updates on the host are not shown to have these bits: set it to false"),
     "accumulate_grad_in_fp32": (True, "sums are fp32: set it to true"),
-    "weight_average": (None, "averages are not shown to be the same: leave it out"),
-    "spikes": (None, "the rule is not shown to be the same: leave it out"),
 }
 """By field: the value that is shown to be right, and what is said of others."""
 
@@ -28,12 +26,7 @@ def unordered_settings(config: OptimizerConfig) -> list[str]:
         if getattr(config, name) != right
     ]
     rule = config.optimizer_factory
-    if isinstance(rule, MuonConfig):
-        found.append(
-            "optimizer_factory.name: muon was given; products of whole matrices are not shown to "
-            "be the same: choose adamW or sgd"
-        )
-    if isinstance(rule, AdamWConfig) and rule.torch_adam_is_fused:
+    if not isinstance(rule, SGDConfig) and rule.torch_adam_is_fused:
         found.append(
             "optimizer_factory.torch_adam_is_fused: true was given; the fused kernel rounds the "
             "last elements of a slice differently: set it to false"

@@ -12,6 +12,7 @@ from kenotron_tp.parallelize import parallelize
 from kenotron_tp.planned_layers import GatheredColumnLinear, SplitRowLinear, Style
 from kenotron_tp.products import product
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
+from kenotron_tp.virtual_cross_entropy import virtual_logits
 from kenotron_tp.virtual_shards import OwnChunk, from_shards, shards_of, to_shards
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "split_tokens",
     "to_shards",
     "tokens_at_a_time",
+    "virtual_logits",
     "vocabulary_chunk",
 ]

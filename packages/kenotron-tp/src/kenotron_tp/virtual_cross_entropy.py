@@ -51,6 +51,17 @@ def virtual_losses(
     return _VirtualLosses.apply(x, weight, labels, how._replace(chunk=_CHUNK), shards)
 
 
+def virtual_logits(
+    x: Tensor, weight: Tensor, axis: Axis, shards: int, cap: float | None = None
+) -> Tensor:
+    """Return logits (T, V/t) of x (T, I), which is whole, and weight (V/t, I); no gradients.
+
+    ``axis``: tp; ``shards``: n; ``cap``: see ``capped_logits``.
+    """
+    parts = shards_of(weight.detach(), 0, [OwnChunk(len(weight))], shards // axis.size, axis)
+    return torch.cat([capped_logits(product(x.detach(), each.t()), cap) for each in parts], 1)
+
+
 class _VirtualLosses(torch.autograd.Function):
     @staticmethod
     def forward(
