@@ -278,5 +278,8 @@ def test_a_host_joins_under_torchrun_and_leaves_again(tmp_path: Path) -> None:
     assert said().count("pp 1 x dp 1 x") >= 2 and said().count("pp 1 x dp 2 x") == 1
     found, expected = (runs.metrics(each) for each in (folder, tmp_path / "one"))
     assert [each["step"] for each in found] == list(range(1, WORLDS + 1))
+    ((step, after),) = recoveries(found).items()
+    assert (step % 2, after["losses"], after["ranks"]) == (1, 1, 1)
+    assert after["lost_steps"] <= 2 and 0.1 < after["meeting_s"] < 90 > after["loading_s"] > 0
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)

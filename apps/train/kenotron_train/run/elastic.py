@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kenotron_config import Config, for_processes
 from kenotron_dist import STALLED, Mesh, RankError
-from kenotron_dist.launch import launcher
+from kenotron_dist.launch import launcher, restarts
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.life_cycle import LifeCycle
@@ -34,25 +34,30 @@ T = TypeVar("T")
 class Recovery(LifeCycle):
     """Measures the seconds from the end of the former ranks to the next step, and what is lost."""
 
-    def __init__(self, ended: float) -> None:
-        """``ended``: of ``time.time``, when the former ranks had ended."""
-        self._times, self._before = [ended], list[dict]()
+    def __init__(self, ended: float | None = None) -> None:
+        """``ended``: of ``time.time``, when the former ranks had ended.
+
+        None: the last time that they wrote to metrics.jsonl, after their last step.
+        """
+        self._ended, self._times, self._before = ended, list[float](), list[dict]()
 
     def pre_init(self, config: Config, mesh: Mesh) -> None:
         """The ranks have met; lines of metrics.jsonl are still those of the former ranks."""
-        self._times.append(time.time())
-        if mesh.rank == 0:
-            path = Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
-            with contextlib.suppress(OSError):
+        now, path = time.time(), Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
+        with contextlib.suppress(OSError):
+            if self._ended is None:
+                self._ended = min(path.stat().st_mtime, now)
+            if mesh.rank == 0:
                 self._before = read_journal(path)
+        self._times = [now if self._ended is None else self._ended, now]
 
     def pre_training(self, training: Training, progress: Progress) -> None:
         """The checkpoint is loaded."""
         self._times.append(time.time())
 
     def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
-        """Report the first step."""
-        if len(self._times) == 4:
+        """Report the first step, where the former ranks had made one."""
+        if len(self._times) == 4 or self._ended is None:
             return
         self._times.append(time.time())
         undone = [each for each in self._before if each["step"] >= progress.step]
@@ -93,7 +98,7 @@ def with_those_left(
         RankError: a rank failed by itself, or too few processes are left.
     """
     begun = SetBack(config.checkpoints)
-    hooks: tuple[LifeCycle, ...] = ()
+    hooks: tuple[LifeCycle, ...] = (Recovery(),) if restarts() else ()
     ranks = ranks or config.world_size
     while True:
         try:
