@@ -36,7 +36,10 @@ class Rank:
         self.copies = HostCopies(self.own, mesh, self.hosts)
 
     def save(self, step, factor):
-        self.copies.save(step, values(self.mesh, factor), {"factor": factor})
+        try:
+            self.copies.save(step, values(self.mesh, factor), {"factor": factor})
+        except ValueError as error:
+            return str(error)
         (report,) = self.copies.reports()
         return report.failure
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from kenotron_config import Config, for_processes
-from kenotron_dist import STALLED, Mesh, RankError
-from kenotron_dist.launch import launcher, restarts
+from kenotron_dist import STALLED, Mesh, RankError, broadcast_object
+from kenotron_dist.launch import launcher, local_ranks, restarts
+from kenotron_dist.torchrun_agent import end_agent, why_host_stays
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.life_cycle import LifeCycle
@@ -117,18 +118,35 @@ def with_those_left(
             warn(f"{said}; continuing with {ranks}: {config.parallelism.described}")
 
 
-def slow_ranks_of(config: Config, times: RankTimes, report: Report) -> SlowRanks:
+def slow_ranks_of(config: Config, mesh: Mesh, times: RankTimes, report: Report) -> SlowRanks:
     """Return what leaves out, or names, ranks of a run that are slow."""
-    steps = config.parallelism.leave_out_slow
-    return SlowRanks(steps, times, report, partial(_needs_all_ranks, config))
+
+    def leave(rank: int) -> None:
+        if launcher() != "none" and rank == mesh.rank:
+            end_agent()
+
+    needs = partial(_needs_rank, config, mesh)
+    return SlowRanks(config.parallelism.leave_out_slow, times, report, needs, leave)
 
 
-def _needs_all_ranks(config: Config) -> str:
-    """Return why a run cannot continue with one process less; empty where it can."""
-    if launcher() != "none":
-        return "the launcher decides which hosts there are; start without this one"
+def _needs_rank(config: Config, mesh: Mesh, rank: int) -> str:
+    """Return why a run cannot continue without a rank, and under a launcher without its host.
+
+    Empty where it can. Collective over the mesh under a launcher: the rank itself finds out.
+    """
+    if launcher() == "none":
+        return _too_few(config, config.world_size - 1)
+
+    def find() -> str:
+        return why_host_stays() or _too_few(config, config.world_size - local_ranks(1))
+
+    return broadcast_object(find() if rank == mesh.rank else "", mesh.world, rank)
+
+
+def _too_few(config: Config, ranks: int) -> str:
+    """Return why a number of processes is too small; empty: it is not."""
     try:
-        for_processes(config, config.world_size - 1)
+        for_processes(config, ranks)
     except ValueError as error:
         return str(error)
     return ""

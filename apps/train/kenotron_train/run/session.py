@@ -123,7 +123,7 @@ def open_session(
         own = Evaluations(training, report, model is not None, progress.step)
         yield Session(
             training, progress, feed, saver, copies, uploads, report, signals, stopper, watching,
-            life, own, slow_ranks_of(config, watching.rank_times, report),
+            life, own, slow_ranks_of(config, mesh, watching.rank_times, report),
         )  # fmt: skip
 
 
