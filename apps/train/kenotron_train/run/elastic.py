@@ -17,7 +17,6 @@ from typing import TypeVar
 from kenotron_config import Config, for_processes
 from kenotron_dist import STALLED, Mesh, RankError, broadcast_object
 from kenotron_dist.launch import launcher, local_ranks, restarts
-from kenotron_dist.torchrun_agent import end_agent, why_host_stays
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.life_cycle import LifeCycle
@@ -28,6 +27,7 @@ from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
 from kenotron_train.run.set_back import SetBack
 from kenotron_train.run.slow_ranks import SlowRank, SlowRanks
+from kenotron_train.run.torchrun_agent import end_agent, why_host_stays
 
 T = TypeVar("T")
 

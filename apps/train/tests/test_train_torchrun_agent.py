@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from kenotron_dist import torchrun_agent
 from kenotron_dist.testing import free_port
-from kenotron_dist.torchrun_agent import why_host_stays
+from kenotron_train.run import torchrun_agent
+from kenotron_train.run.torchrun_agent import why_host_stays
 
 AGENT = """
 import socket, sys, time

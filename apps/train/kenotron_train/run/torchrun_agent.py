@@ -6,14 +6,12 @@ start their workers again without it, when it has sent no heartbeat for some tim
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
-from kenotron_dist.environment import resolve
+from kenotron_dist import resolve, torchrun_arguments
 
 _RESTARTS = "MAX_RESTARTS", "RESTART_COUNT"
 _LISTENS = "0A"
@@ -30,34 +28,23 @@ def why_host_stays() -> str:
     agent = os.getppid()
     try:
         words = Path(f"/proc/{agent}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
-        given = _parsed(words)
+        given = torchrun_arguments(words)
     except (OSError, ValueError) as error:
         return f"the command line of torchrun cannot be read ({error})"
-    hosts, fewest = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(given.nnodes.split(":")[0])
+    hosts, fewest = int(os.environ.get("GROUP_WORLD_SIZE", "1")), int(given["nnodes"].split(":")[0])
     if hosts - 1 < fewest:
-        return f"torchrun --nnodes {given.nnodes} needs {fewest} hosts, and there are {hosts}"
+        return f"torchrun --nnodes {given['nnodes']} needs {fewest} hosts, and there are {hosts}"
     most, count = (os.environ.get(f"TORCHELASTIC_{name}") for name in _RESTARTS)
     if int(count or 0) >= int(most or 0):
         return f"torchrun --max-restarts {most} has no restart left"
-    if _listens(agent, given.rdzv_endpoint):
-        return f"its torchrun serves the rendezvous of all hosts at {given.rdzv_endpoint}"
+    if _listens(agent, given["rdzv_endpoint"]):
+        return f"its torchrun serves the rendezvous of all hosts at {given['rdzv_endpoint']}"
     return ""
 
 
 def end_agent() -> None:
     """Send SIGTERM to the agent, which ends with status 1: see ``why_host_stays``."""
     os.kill(os.getppid(), signal.SIGTERM)
-
-
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line of torchrun asks for. Raises ValueError for another one."""
-    from torch.distributed.run import get_args_parser
-
-    for place, word in enumerate(words):
-        if word == "torch.distributed.run" or Path(word).name == "torchrun":
-            with contextlib.suppress(SystemExit):
-                return get_args_parser().parse_args(words[place + 1 :])
-    raise ValueError(f"{' '.join(words[:3])} is not torchrun")
 
 
 def _listens(process: int, endpoint: str) -> bool:
