@@ -217,7 +217,7 @@ WORLDS = 30
 """Steps of the run that a host joins and leaves."""
 
 
-def agent(folder: Path, flags: list[str], port: int) -> subprocess.Popen[str]:
+def agent(folder: Path, flags: list[str], port: int, **more: str) -> subprocess.Popen[str]:
     """One host of torchrun, with one process; it waits for others for a second."""
     meeting = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
     command = [
@@ -225,7 +225,7 @@ def agent(folder: Path, flags: list[str], port: int) -> subprocess.Popen[str]:
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a-run",
         "--rdzv-conf", meeting, "script.py", *flags, "--stall-limit", "6",
     ]  # fmt: skip
-    env = launchers.environment(KENOTRON_TEST=str(folder), **JOINABLE)
+    env = launchers.environment(KENOTRON_TEST=str(folder), **JOINABLE, **more)
     with (folder / f"said-{time.monotonic_ns()}").open("w") as file:
         return subprocess.Popen(
             command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, text=True,
@@ -278,5 +278,50 @@ def test_a_host_joins_under_torchrun_and_leaves_again(tmp_path: Path) -> None:
     assert said().count("pp 1 x dp 1 x") >= 2 and said().count("pp 1 x dp 2 x") == 1
     found, expected = (runs.metrics(each) for each in (folder, tmp_path / "one"))
     assert [each["step"] for each in found] == list(range(1, WORLDS + 1))
+    ((step, after),) = recoveries(found).items()
+    assert (step % 2, after["losses"], after["ranks"]) == (1, 1, 1)
+    assert after["lost_steps"] <= 2 and 0.1 < after["meeting_s"] < 90 > after["loading_s"] > 0
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
+
+
+SLOW_HOST = f"""
+import os
+from kenotron_train.log import instrumentation
+
+own = 900_000 if "SLOW_HOST" in os.environ else 100_000
+instrumentation.microseconds = lambda times: (1_000_000 * bool(times.step), own, 0)
+{SLOW}"""
+
+
+def test_a_slow_host_leaves_torchrun(tmp_path: Path) -> None:
+    """Its agent ends; the one that serves the rendezvous would stay."""
+    keys = {"parallelism__dp": "auto", "parallelism__leave_out_slow": 3}
+    keys |= {"tokens__global_batch_size": BATCH, "tokens__train_steps": WORLDS}
+    keys |= {"tokens__limit_val_batches": 0, "checkpoints__checkpoint_interval": 100}
+    flags, port = own(tmp_path, SLOW_HOST, **keys), free_port()
+    agents = [agent(tmp_path, flags, port)]
+
+    def said() -> str:
+        return "\n".join(file.read_text() for file in sorted(tmp_path.glob("said-*")))
+
+    def stepped() -> bool:
+        path = tmp_path / "checkpoints/metrics.jsonl"
+        return path.exists() and path.read_text().count("\n") > 0
+
+    try:
+        launchers.until(stepped, said, 60)
+        agents.append(agent(tmp_path, flags, port, SLOW_HOST="1"))
+        assert agents[1].wait(90) == 1, said()
+        assert agents[0].wait(90) == 0, said()
+    finally:
+        for pid in launchers.marked(f"KENOTRON_TEST={tmp_path}"):
+            os.kill(pid, signal.SIGKILL)
+        for each in agents:
+            each.wait(10)
+    found = runs.metrics(tmp_path)
+    assert [each["step"] for each in found] == list(range(1, WORLDS + 1))
+    ((_, after),) = recoveries(found).items()
+    assert (after["ranks"], after["lost_steps"]) == (1, 0)
+    assert "0.1 s those of others, in each of 3 steps" in said()
+    assert said().count("pp 1 x dp 2 x") == 1

@@ -16,7 +16,7 @@ from test_train_elastic import STEPS, check, config_of, curve, recoveries, train
 from kenotron_ckpt import latest_step
 from kenotron_dist import Mesh, MeshConfig, RankError
 from kenotron_train.library import train
-from kenotron_train.run import memory_copies
+from kenotron_train.run import memory_copies, memory_folder
 from kenotron_train.run.loop import run
 
 __all__ = ["undisturbed"]  # a fixture
@@ -90,7 +90,7 @@ def ended(tmp_path: Path) -> Ended:
     with pytest.raises(RankError, match="too few|SIGKILL"):
         trained(tmp_path, 1, [(5, 1, 0, signal.SIGKILL)], **keys)
     (folder,) = copies(tmp_path)
-    assert {"4", memory_copies.OWNER} <= {each.name for each in folder.iterdir()}
+    assert {"4", memory_folder.OWNER} <= {each.name for each in folder.iterdir()}
     return Ended(tmp_path, keys)
 
 
@@ -128,7 +128,7 @@ def test_copies_come_before_another_run_that_has_gone_on(ended: Ended) -> None:
 
 def test_the_store_of_another_run_is_not_its_own(tmp_path: Path) -> None:
     section, url = config_of(tmp_path)(1).checkpoints, "s3://bucket/run1"
-    own = [memory_copies.is_own(section, url, url + more) for more in ("", "/", "/7", "0")]
+    own = [memory_folder.is_own(section, url, url + more) for more in ("", "/", "/7", "0")]
     assert own == [True, True, True, False]  # run10 is another run
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from kenotron_config import Config, for_processes
-from kenotron_dist import STALLED, Mesh, RankError
-from kenotron_dist.launch import launcher
+from kenotron_dist import STALLED, Mesh, RankError, broadcast_object
+from kenotron_dist.launch import launcher, local_ranks, restarts
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.life_cycle import LifeCycle
@@ -27,6 +27,7 @@ from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
 from kenotron_train.run.set_back import SetBack
 from kenotron_train.run.slow_ranks import SlowRank, SlowRanks
+from kenotron_train.run.torchrun_agent import end_agent, why_host_stays
 
 T = TypeVar("T")
 
@@ -34,25 +35,30 @@ T = TypeVar("T")
 class Recovery(LifeCycle):
     """Measures the seconds from the end of the former ranks to the next step, and what is lost."""
 
-    def __init__(self, ended: float) -> None:
-        """``ended``: of ``time.time``, when the former ranks had ended."""
-        self._times, self._before = [ended], list[dict]()
+    def __init__(self, ended: float | None = None) -> None:
+        """``ended``: of ``time.time``, when the former ranks had ended.
+
+        None: the last time that they wrote to metrics.jsonl, after their last step.
+        """
+        self._ended, self._times, self._before = ended, list[float](), list[dict]()
 
     def pre_init(self, config: Config, mesh: Mesh) -> None:
         """The ranks have met; lines of metrics.jsonl are still those of the former ranks."""
-        self._times.append(time.time())
-        if mesh.rank == 0:
-            path = Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
-            with contextlib.suppress(OSError):
+        now, path = time.time(), Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
+        with contextlib.suppress(OSError):
+            if self._ended is None:
+                self._ended = min(path.stat().st_mtime, now)
+            if mesh.rank == 0:
                 self._before = read_journal(path)
+        self._times = [now if self._ended is None else self._ended, now]
 
     def pre_training(self, training: Training, progress: Progress) -> None:
         """The checkpoint is loaded."""
         self._times.append(time.time())
 
     def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
-        """Report the first step."""
-        if len(self._times) == 4:
+        """Report the first step, where the former ranks had made one."""
+        if len(self._times) == 4 or self._ended is None:
             return
         self._times.append(time.time())
         undone = [each for each in self._before if each["step"] >= progress.step]
@@ -93,7 +99,7 @@ def with_those_left(
         RankError: a rank failed by itself, or too few processes are left.
     """
     begun = SetBack(config.checkpoints)
-    hooks: tuple[LifeCycle, ...] = ()
+    hooks: tuple[LifeCycle, ...] = (Recovery(),) if restarts() else ()
     ranks = ranks or config.world_size
     while True:
         try:
@@ -112,18 +118,35 @@ def with_those_left(
             warn(f"{said}; continuing with {ranks}: {config.parallelism.described}")
 
 
-def slow_ranks_of(config: Config, times: RankTimes, report: Report) -> SlowRanks:
+def slow_ranks_of(config: Config, mesh: Mesh, times: RankTimes, report: Report) -> SlowRanks:
     """Return what leaves out, or names, ranks of a run that are slow."""
-    steps = config.parallelism.leave_out_slow
-    return SlowRanks(steps, times, report, partial(_needs_all_ranks, config))
+
+    def leave(rank: int) -> None:
+        if launcher() != "none" and rank == mesh.rank:
+            end_agent()
+
+    needs = partial(_needs_rank, config, mesh)
+    return SlowRanks(config.parallelism.leave_out_slow, times, report, needs, leave)
 
 
-def _needs_all_ranks(config: Config) -> str:
-    """Return why a run cannot continue with one process less; empty where it can."""
-    if launcher() != "none":
-        return "the launcher decides which hosts there are; start without this one"
+def _needs_rank(config: Config, mesh: Mesh, rank: int) -> str:
+    """Return why a run cannot continue without a rank, and under a launcher without its host.
+
+    Empty where it can. Collective over the mesh under a launcher: the rank itself finds out.
+    """
+    if launcher() == "none":
+        return _too_few(config, config.world_size - 1)
+
+    def find() -> str:
+        return why_host_stays() or _too_few(config, config.world_size - local_ranks(1))
+
+    return broadcast_object(find() if rank == mesh.rank else "", mesh.world, rank)
+
+
+def _too_few(config: Config, ranks: int) -> str:
+    """Return why a number of processes is too small; empty: it is not."""
     try:
-        for_processes(config, config.world_size - 1)
+        for_processes(config, ranks)
     except ValueError as error:
         return str(error)
     return ""

@@ -9,6 +9,7 @@ from typing import Any
 from kenotron_ckpt import (
     Checkpoint,
     CheckpointsConfig,
+    HostCopies,
     Location,
     NoCheckpoint,
     Store,
@@ -28,7 +29,7 @@ from kenotron_train.reproducible import changed_conditions, conditions
 from kenotron_train.run.adapters import check_adapter
 from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_base, load_initial
-from kenotron_train.run.memory_copies import is_own, newer_in_memory
+from kenotron_train.run.memory_folder import MemoryFolder, is_own, newer_in_memory
 from kenotron_train.run.own_folder import check_agreement, sets_back, without_effect
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
@@ -42,7 +43,7 @@ def resume(
     training: Training,
     run: Path | None = None,
     asked: CheckpointsConfig | None = None,
-    memory: Path | None = None,
+    memory: MemoryFolder | None = None,
 ) -> tuple[Progress, str]:
     """Load the checkpoint that the config names; how far it is, and a sentence about it.
 
@@ -82,7 +83,7 @@ def resume(
 
 
 def _from_memory(
-    training: Training, memory: Path | None, given: str | None
+    training: Training, memory: MemoryFolder | None, given: str | None
 ) -> tuple[tuple[Progress, str] | None, str]:
     """Load the copy in memory; None where it is not newer than ``given``, or damaged.
 
@@ -93,15 +94,19 @@ def _from_memory(
     url = upload_url(training.config.s3_upload)
     if memory is None:
         return None, ""
-    is_newer, stale = on_first(mesh, lambda: newer_in_memory(memory, checkpoints, url, given))
+    copy, missing = memory.newest(mesh)
+    is_newer, stale = on_first(
+        mesh, lambda: newer_in_memory(copy, memory.path, checkpoints, url, given)
+    )
     if not is_newer:
-        return None, stale
+        return None, stale + missing
     try:
-        progress, remark, step = load_run(training, memory)
+        progress, remark, step = load_run(training, memory.path, copies=memory.hosts)
     except NoCheckpoint as error:
         if given is not None and is_own(checkpoints, url, given):
             return None, ""
-        raise ValueError(f"{error}\nThe run has no other checkpoint: remove {memory}") from error
+        alone = f"{error}\nThe run has no other checkpoint: remove {memory.path}"
+        raise ValueError(alone) from error
     progress, more = left_out_since(Path(checkpoints.checkpoints_path), step, progress, mesh)
     return (progress, remark + more), ""
 
@@ -124,22 +129,29 @@ def _unreadable(error: str, own: bool) -> str:
 
 
 def load_run(
-    training: Training, path: Location, *, optimizer: bool = True
+    training: Training,
+    path: Location,
+    *,
+    optimizer: bool = True,
+    copies: HostCopies | None = None,
 ) -> tuple[Progress, str, Store]:
     """Load a checkpoint, the newest that is undamaged of a run folder.
 
     Bytes are verified while they are read: a damaged checkpoint may fill tensors before its damage
     is found, and the next one then fills all of them again. Returns how far it is, a sentence about
-    it, and its step folder. Without ``optimizer`` that begins afresh. Collective over the mesh.
+    it, and its step folder. Without ``optimizer`` that begins afresh. ``copies``: in the memories
+    of several hosts, to be read instead of the path. Collective over the mesh.
 
     Raises NoCheckpoint when there is none that can be read: then the tensors may be NaN, and must
     not be trained on or saved. Raises ValueError when it is of another model, or
     not of a training run.
     """
+
+    def load(found: Checkpoint) -> tuple[Progress, str, Store]:
+        return _load_from(training, found, optimizer)
+
     with training.mesh.pulse.busy("loading a checkpoint"):
-        return read_preferred(
-            path, training.mesh, lambda found: _load_from(training, found, optimizer)
-        )
+        return copies.read(load) if copies else read_preferred(path, training.mesh, load)
 
 
 def _load_from(

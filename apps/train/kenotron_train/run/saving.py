@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kenotron_ckpt import CheckpointsConfig, DataStatesConfig, SaveFailed, Saver, open_checkpoint
+from kenotron_ckpt import (
+    CheckpointsConfig,
+    DataStatesConfig,
+    HostCopies,
+    SaveFailed,
+    Saver,
+    open_checkpoint,
+)
 from kenotron_config import dump_config
 from kenotron_dist.placement import TensorLayout
 from kenotron_models import model_to_json
@@ -48,7 +55,7 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
 
 
 def save_run(
-    saver: Saver, training: Training, progress: Progress, *, compared: bool = True
+    saver: Saver | HostCopies, training: Training, progress: Progress, *, compared: bool = True
 ) -> None:
     """Begin a checkpoint of the run. Collective over the mesh.
 

@@ -32,7 +32,8 @@ from kenotron_train.progress import Progress
 from kenotron_train.reproducible import check_conditions, conditions
 from kenotron_train.run.elastic import slow_ranks_of
 from kenotron_train.run.evaluations import Evaluations
-from kenotron_train.run.memory_copies import MemoryCopies, memory_folder
+from kenotron_train.run.memory_copies import MemoryCopies
+from kenotron_train.run.memory_folder import memory_folder
 from kenotron_train.run.own_folder import going_on
 from kenotron_train.run.resume import resume
 from kenotron_train.run.saving import bytes_of, open_saver
@@ -123,7 +124,7 @@ def open_session(
         own = Evaluations(training, report, model is not None, progress.step)
         yield Session(
             training, progress, feed, saver, copies, uploads, report, signals, stopper, watching,
-            life, own, slow_ranks_of(config, watching.rank_times, report),
+            life, own, slow_ranks_of(config, mesh, watching.rank_times, report),
         )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ from kenotron_ckpt import (
     prefer_step,
 )
 from kenotron_dist import Mesh
-from kenotron_train.run.memory_copies import MemoryCopies, has_copies
+from kenotron_train.run.memory_copies import MemoryCopies
+from kenotron_train.run.memory_folder import has_copies
 from kenotron_train.run.own_folder import sets_back
 
 

@@ -19,7 +19,12 @@ class SlowRanks:
     """
 
     def __init__(
-        self, steps: int | None, times: RankTimes, report: Report, needs: Callable[[], str]
+        self,
+        steps: int | None,
+        times: RankTimes,
+        report: Report,
+        needs: Callable[[int], str],
+        leave: Callable[[int], None],
     ) -> None:
         """Take what decides.
 
@@ -27,13 +32,15 @@ class SlowRanks:
             steps: ``parallelism.leave_out_slow``.
             times: of all ranks.
             report: takes warnings.
-            needs: returns why the run needs all ranks; empty where it does not.
+            needs: returns why the run needs a rank; empty where it does not.
+            leave: called before a rank is left out; both are called on all ranks.
         """
-        self._steps, self._times, self._report, self._needs = steps, times, report, needs
+        self._steps, self._times, self._report = steps, times, report
+        self._needs, self._leave = needs, leave
         self._named: set[int] = set()
 
     def check(self, save: Callable[[], None]) -> None:
-        """Look at the last steps. Collective over the mesh where a rank is left out.
+        """Look at the last steps. Collective over the mesh where a rank is slow.
 
         Args:
             save: saves the run; called before a rank is left out.
@@ -45,9 +52,10 @@ class SlowRanks:
         if found is None or found.rank in self._named:
             return
         said = f"{found}, in each of {self._steps} steps"
-        if kept := self._needs():
+        if kept := self._needs(found.rank):
             self._named.add(found.rank)
             self._report.say(f"{said}; it is not left out: {kept}", "warning")
             return
         save()
+        self._leave(found.rank)
         raise SlowRank(said)

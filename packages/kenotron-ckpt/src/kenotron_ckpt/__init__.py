@@ -2,7 +2,7 @@
 
 from kenotron_ckpt.agreement import contradiction, unfinished
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
-from kenotron_ckpt.collective_errors import on_first, on_first_at_length
+from kenotron_ckpt.collective_errors import on_each, on_first, on_first_at_length
 from kenotron_ckpt.committing import prefer_step, replace_text
 from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
 from kenotron_ckpt.folder import (
@@ -17,6 +17,8 @@ from kenotron_ckpt.folder import (
     resolve_step,
     steps_in,
 )
+from kenotron_ckpt.host_copies import HostCopies
+from kenotron_ckpt.hosts import Hosts, hosts_of
 from kenotron_ckpt.index import Manifest, Record, seal_of
 from kenotron_ckpt.loading import (
     NoCheckpoint,
@@ -49,6 +51,8 @@ __all__ = [
     "DataStatesConfig",
     "FolderLock",
     "FsspecStore",
+    "HostCopies",
+    "Hosts",
     "LATEST",
     "LOCK",
     "Loaded",
@@ -72,11 +76,13 @@ __all__ = [
     "contradiction",
     "defect",
     "has_manifests",
+    "hosts_of",
     "is_url",
     "latest_step",
     "load",
     "load_plain",
     "manifest_at",
+    "on_each",
     "on_first",
     "on_first_at_length",
     "open_checkpoint",

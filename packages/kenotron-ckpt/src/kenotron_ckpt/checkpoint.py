@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -64,13 +64,28 @@ class Checkpoint:
     Made by ``open_checkpoint``, and by ``read_preferred``.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        mesh: Mesh,
+        fetch: Callable[[Iterable[Piece]], str] | None = None,
+    ) -> None:
+        """Take a checkpoint that was found.
+
+        Args:
+            store: the step folder.
+            manifest: its manifest.
+            mesh: the ranks that read.
+            fetch: called on all ranks, with the pieces that each is about to read; it may be
+                collective, and returns what failed. None: all are in the store.
+        """
         self.store = store
         """The step folder."""
         self.manifest = manifest
         self.passed_over: list[str] = []
         """Reason why each newer or preferred checkpoint was not taken; a sentence each."""
-        self._mesh = mesh
+        self._mesh, self._fetch = mesh, fetch
         self._verified: set[str] = set()
 
     @property
@@ -120,6 +135,7 @@ class Checkpoint:
             )
         if verify and not strict:
             self._raise(self.verify(set(loaded).__contains__))
+        self._fetched(read.piece for read in reads)
         if verify and not self._verified.issuperset(loaded):
             self._fill_verified(reads, rest)
             self._verified.update(loaded)
@@ -142,6 +158,7 @@ class Checkpoint:
     def _faults(self, pieces: Sequence[Piece]) -> list[str]:
         """Faults of pieces that are the same on all ranks; every rank reads its share."""
         own = share_of_bytes(pieces, self._mesh)
+        self._fetched(piece for pieces in own.values() for piece in pieces)
         return _union(on_each(self._mesh, lambda: faults_in(self.store, self.manifest, own)))
 
     def _fill_verified(self, reads: Sequence[Read], rest: Sequence[Piece]) -> None:
@@ -153,6 +170,13 @@ class Checkpoint:
         if any(found):
             invalidate(reads)
         self._raise(_union(found), filled=True)
+
+    def _fetched(self, pieces: Iterable[Piece]) -> None:
+        """Have pieces in the store. Raises DamagedCheckpoint where a rank cannot."""
+        if self._fetch is None:
+            return
+        fault = self._fetch(pieces)
+        self._raise(_union(on_each(self._mesh, lambda: [fault] if fault else [])))
 
     def _raise(self, faults: Sequence[str], filled: bool = False) -> None:
         if faults:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def commit(
     verified: bool = False,
     latest: bool = True,
     text: str = "",
+    here: Iterable[str] | None = None,
 ) -> None:
     """Make what lies in a step folder a checkpoint, and the latest one.
 
@@ -38,12 +40,14 @@ def commit(
         verified: every file was read back.
         latest: let ``latest.txt`` name it.
         text: of ``manifest.json``, where the manifest was read from one.
+        here: files that must be there; None: all.
 
     Raises:
         ValueError: a file is not there as written.
         OSError: the store cannot be written.
     """
-    in_parallel(lambda name: _check(step_folder, manifest, name), manifest.files, 8)
+    due = manifest.files if here is None else here
+    in_parallel(lambda name: _check(step_folder, manifest, name), due, 8)
     if manifest.config is not None:
         step_folder.write_text(CONFIG, manifest.config)
     step_folder.sync()

@@ -62,9 +62,11 @@ class CheckpointsConfig:
     """Of the engine ``datastates``; None: its defaults."""
     memory_every: int | None = None
     """Training steps from one copy in memory to the next: so many are made again at most when a
-    process dies and the host stays, twice as many with ``datastates``. None: no copies."""
+    process dies, or one of several hosts; twice as many with ``datastates``. None: no copies."""
     memory_path: str = "/dev/shm"
-    """Folder in the memory of the host, with room for two checkpoints."""
+    """Folder in the memory of the host, with room for two checkpoints; of several hosts each needs
+    room for two copies of its own part and of that of the host before it. Variables of the
+    environment (``$NAME``) are those of each host."""
     keep_last: int | None = None
     """So many of the newest checkpoints stay; None: all."""
     keep_every: int | None = None

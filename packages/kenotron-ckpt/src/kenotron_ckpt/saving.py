@@ -78,7 +78,7 @@ def save(
     try:
         tag = on_first(mesh, lambda: prepare(step_folder))
         shares = on_each(
-            mesh, lambda: _write(step_folder, stem_of(mesh, tag), plan, rank_state, verify)
+            mesh, lambda: write_share(step_folder, stem_of(mesh, tag), plan, rank_state, verify)
         )
         what = (step_folder, shares, mesh, state, config_text, verify, generation)
         on_first(mesh, lambda: commit_shares(*what))
@@ -144,10 +144,10 @@ def discard(step_folder: Store) -> None:
         passed(SaveMoment.DISCARDED)
 
 
-def _write(
-    step_folder: Store, stem: str, plan: WritePlan, rank_state: Any, verify: bool
+def write_share(
+    step_folder: Store, stem: str, plan: WritePlan, rank_state: Any = None, verify: bool = False
 ) -> dict[str, Any]:
-    """Write this rank's share; returns it as JSON."""
+    """Write this rank's files, named from ``stem`` on; returns ``share_as_json`` of them."""
     shares = (
         write_part(step_folder, stem, part, streamed(part.blocks), verify) for part in plan.parts
     )

@@ -147,8 +147,23 @@ def commit_shares(
     ``generation`` has taken the run.
     """
     passed(SaveMoment.ALL_WRITTEN)
+    manifest = manifest_of(step_folder, shares, mesh, state, config_text, generation)
+    if generation is not None:
+        generation.check()
+    commit(step_folder, manifest, verified=verified)
+
+
+def manifest_of(
+    step_folder: Store,
+    shares: Sequence[dict[str, Any]],
+    mesh: Mesh,
+    state: Mapping[str, Any],
+    config_text: str | None,
+    generation: Generation | None,
+) -> Manifest:
+    """Return the manifest of what all ranks wrote; see ``commit_shares``, also for errors."""
     own = [share["state"] for share in shares]
-    manifest = Manifest(
+    return Manifest(
         step=int(step_folder.name),
         mesh=sizes_of(mesh),
         generation=generation.number if generation else 0,
@@ -159,9 +174,6 @@ def commit_shares(
         config=config_text,
         libraries={name: _version(name) for name in _LIBRARIES},
     )
-    if generation is not None:
-        generation.check()
-    commit(step_folder, manifest, verified=verified)
 
 
 def check_state(step: int, state: Mapping[str, Any], rank_state: Any) -> None:

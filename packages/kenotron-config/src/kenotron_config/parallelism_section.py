@@ -23,9 +23,9 @@ class ParallelismConfig:
     dp_auto: bool = False
     """True where dp is auto, which a saved config has as a number."""
     leave_out_slow: int | None = None
-    """With dp: auto and ranks that this program starts: after so many steps in a row in which the
-    others waited for one rank during more than a third of the step, the run continues with one
-    process less. Under a launcher it is a warning. None: never."""
+    """With dp: auto: after so many steps in a row in which the others waited for one rank during
+    more than a third of the step, the run continues without that process, under torchrun without
+    its host. Under other launchers it is a warning. None: never."""
     pp: int
     """Ranks that share the layers (pipeline parallel)."""
     tp: int

@@ -35,6 +35,7 @@ from kenotron_dist.signed_store import MessageRefused
 from kenotron_dist.spawn import spawn
 from kenotron_dist.start import explained, first_cause, first_to_say, start
 from kenotron_dist.store_messages import StoreMessages
+from kenotron_dist.torchrun_arguments import torchrun_arguments
 
 __all__ = [
     "Axis",
@@ -96,6 +97,7 @@ __all__ = [
     "sum_gradients",
     "sum_rows",
     "tell_launcher",
+    "torchrun_arguments",
     "tree_sum",
     "usable_cores",
     "views_of",
