@@ -183,8 +183,9 @@ def _evaluate(mesh: Mesh, request: EvaluationRequest) -> dict[str, Any]:
     """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
     model, remark = read_model(request, mesh)
     evaluator = Evaluator(model, request.section, request.tokenizer, request.sequence)
-    for note in filter(None, [remark, *evaluator.notes]) if mesh.rank == 0 else ():
-        say(note)
+    for note in (remark, *evaluator.notes):
+        if note and mesh.rank == 0:
+            say(note)
     name = store_at(request.folder).name
     step = int(name) if name.isdecimal() else 0
     found = evaluator.evaluate(step, lambda: _held_out(model, request, step))

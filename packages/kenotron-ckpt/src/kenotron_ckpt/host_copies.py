@@ -90,7 +90,7 @@ class HostCopies:
 
     def newest(self) -> tuple[tuple[int, int] | None, str]:
         """Return generation and step of the newest whole copy, and a remark on later ones."""
-        partial = []
+        partial: list[str] = []
         for each in self._found():
             if each.is_whole:
                 return (each.generation, each.step), "".join(partial)

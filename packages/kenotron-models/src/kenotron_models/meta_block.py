@@ -66,10 +66,10 @@ def block_on_meta(
     """
     mode, tp = batch.mode, axes["tp"]
     if isinstance(block, TransformersBlock):
-        foreign, *given = transformers_block_on_meta(
+        foreign, x, context = transformers_block_on_meta(
             block, batch.rows, batch.sequence, batch.dtype, batch.recompute, axes
         )
-        return _adapted(foreign, batch, tp), *given
+        return _adapted(foreign, batch, tp), x, context
     build = Build(tp, mode, dtype=batch.dtype, shapes_only=True)
     if "ep" in axes:
         build = replace(build, ep=axes["ep"])
