@@ -9,6 +9,8 @@ import torch
 from ckpt_cases import PADDING, model
 
 from kenotron_ckpt import HostCopies, Hosts, NoCheckpoint, file_moves, host_copies, hosts_of
+from kenotron_ckpt.generation import Generation
+from kenotron_ckpt.host_copy import HostCopy
 from kenotron_dist import Mesh, barrier
 from kenotron_dist.testing import on_ranks
 
@@ -112,6 +114,10 @@ def work(mesh, base):
     rank.lose(0)
     rank.alone(lambda: damage(base / "hosts/host1"))
     found["damaged"] = rank.read()
+    rank.restore("second")
+    rank.lose(0)
+    rank.alone(lambda: cut_short(base / "hosts/host1"))
+    found["cut short"] = rank.read()
     # No room on one host; and one that cannot commit when others have.
     rank.restore("second")
     for name, module, attribute in (
@@ -125,6 +131,16 @@ def work(mesh, base):
         setattr(module, attribute, before)
         found[f"no {name}"] = failure, rank.read(), rank.copies.newest()[0]
     found["save after"] = rank.save(3, 3), rank.read()
+    # A start that was superseded had made more steps.
+    rank.copies.generation = Generation(base / "no lock", 1, "0" * 16)
+    rank.save(9, 9)
+    rank.backup("superseded")
+    rank.copies.generation = Generation(base / "no lock", 2, "1" * 16)
+    rank.save(4, 4)
+    rank.alone(
+        lambda: [add(base / f"superseded/host{n}", base / f"hosts/host{n}") for n in range(3)]
+    )
+    found["later start"] = rank.copies.newest()[0], rank.read()
     rank.copies.remove_steps()
     found["removed"] = rank.read()
     found["left"] = sorted(path.name for path in rank.own.iterdir())
@@ -133,6 +149,15 @@ def work(mesh, base):
 
 def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def add(source, target):
+    shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def cut_short(folder):
+    for file in folder.rglob("shard-00000*"):
+        file.write_bytes(file.read_bytes()[:-3])
 
 
 def damage(folder):
@@ -176,6 +201,7 @@ def test_saves_are_never_mixed(found):
 def test_damage_on_the_other_host_is_found(found):
     for each in found:
         assert "are not those that were written" in each["damaged"]
+        assert "the copy of step 2 of generation 0: 3 of 4 files" in each["cut short"]
 
 
 def test_a_host_that_cannot_write_leaves_the_copy_before(found):
@@ -186,6 +212,18 @@ def test_a_host_that_cannot_write_leaves_the_copy_before(found):
             assert factor == 2 and newest == (0, 2)
         assert each["save after"] == ("", 3)
         assert "no copy in" in each["removed"] and each["left"] == ["latest.txt"]
+
+
+def test_the_latest_start_counts_first(found):
+    for each in found:
+        assert each["later start"] == ((2, 4), 4)
+
+
+def test_a_copy_is_whole_with_each_of_its_files():
+    copy = HostCopy(generation=1, step=2, seal="", files=2, holders={0: {0, 1}})
+    assert not copy.is_whole
+    copy.holders[1] = {1}
+    assert copy.is_whole
 
 
 def test_ranks_of_the_next_host_share_the_copies():

@@ -217,6 +217,14 @@ def test_reproducible_scores_are_the_same_on_every_layout(spec, shards, layouts)
         assert whole.logprob == sum(part.logprob for part in parts)
 
 
+def test_one_token_is_the_likeliest_in_a_row_with_padding() -> None:
+    prompt = rows_of()[0].tokens[:4]
+    rows = [Row([*prompt, token], 1) for token in range(LLAMA.vocab_size)]
+    scores = exactly(Mesh.connect(), LLAMA.decoder, 4, rows, 1)
+    best = max(scores, key=lambda score: score.logprob)
+    assert [score for score in scores if score.greedy] == [best]
+
+
 def in_chunks(mesh: Mesh) -> None:
     of = plan(reproducible=True, virtual_chunks=2)
     with pytest.raises(ValueError, match="virtual_chunks = 2: scores of rows are not computed in"):
