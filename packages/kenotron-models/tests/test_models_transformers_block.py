@@ -137,7 +137,7 @@ def test_a_mask_that_is_too_large_is_refused_and_kenotrons_attention_has_none() 
 
 
 def test_a_model_in_one_piece_has_no_blocks() -> None:
-    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 29}
+    gpt = {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 29}
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    spec = TransformersConfig(config_json=json.dumps(gpt2 | none)).decoder
+    spec = TransformersConfig(config_json=json.dumps(gpt | none)).decoder
     assert transformers_blocks(spec) == ()
