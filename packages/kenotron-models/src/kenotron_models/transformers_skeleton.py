@@ -38,22 +38,29 @@ class _LayerReached(Exception):
         self.hidden = hidden
 
 
-class _Recorder(nn.Module):
-    """Stands in the place of a layer in ``forward``; has the layer's attributes."""
+class _Standin(nn.Module):
+    """Stands in the place of a module in ``forward``; has that module's attributes."""
 
-    def __init__(self, layer: nn.Module, results: int) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._of = (layer,)  # not a submodule
-        self._results = results
-        self.calls: list[Call] | None = None
-        self.ends = False
-        self.result: Tensor | None = None
+        self._of = (module,)  # not a submodule
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_of"][0], name)
+
+
+class _Recorder(_Standin):
+    """Stands in the place of a layer."""
+
+    def __init__(self, layer: nn.Module, results: int) -> None:
+        super().__init__(layer)
+        self._results = results
+        self.calls: list[Call] | None = None
+        self.ends = False
+        self.result: Tensor | None = None
 
     def forward(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
         """Note the call, and hand on the hidden features or ``result``, as the layer does."""
@@ -70,19 +77,12 @@ class _Recorder(nn.Module):
         return (handed, *[torch.full_like(handed, torch.nan)] * (self._results - 1))
 
 
-class _Stub(nn.Module):
+class _Stub(_Standin):
     """Stands in the place of a module whose weights another stage may have."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._twin = (meta_twin(module),)  # not a submodule
+        super().__init__(meta_twin(module))
         self.value = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_twin"][0], name)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Return results of the module's shapes, with ``value`` in every place."""
@@ -90,7 +90,7 @@ class _Stub(nn.Module):
         device = tensors[0].device if tensors else torch.device("cpu")
         there = tree_map(on_meta, (args, options))
         with torch.no_grad():
-            made = self._twin[0](*there[0], **there[1])
+            made = self._of[0](*there[0], **there[1])
         return tree_map(lambda x: torch.full_like(x, self.value, device=device), made)
 
 
