@@ -164,7 +164,7 @@ def on_layout(mesh: Mesh, folder: Path) -> tuple[dict[str, Any], str]:
     from kenotron_train.evaluate.language_model import LayoutLM
 
     texts = open_text_tokens(str(folder / "tokenizer"), None, 300)
-    model = read_model(folder / f"run/{STEPS}", mesh)
+    model, _ = read_model(folder / f"run/{STEPS}", mesh)
     passes = LedPasses(model, texts, window=WINDOW, batch_size=3)
     return passes.lead(lambda: answers(LayoutLM(passes)))
 

@@ -181,7 +181,8 @@ def _tokenizer(
 
 def _evaluate(mesh: Mesh, request: EvaluationRequest) -> dict[str, Any]:
     """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
-    model, remark = read_model(request, mesh)
+    scores = bool(request.section.tasks)
+    model, remark = read_model(request.folder, mesh, threads=request.threads, scores=scores)
     evaluator = Evaluator(model, request.section, request.tokenizer, request.sequence)
     for note in (remark, *evaluator.notes):
         if note and mesh.rank == 0:
@@ -196,17 +197,25 @@ def _evaluate(mesh: Mesh, request: EvaluationRequest) -> dict[str, Any]:
     return {"failure": found.failure}
 
 
-def read_model(request: EvaluationRequest, mesh: Mesh) -> tuple[ModelOnMesh, str]:
+def read_model(
+    folder: Path | str, mesh: Mesh, *, threads: int | None = None, scores: bool = True
+) -> tuple[ModelOnMesh, str]:
     """Build the model of a checkpoint on a mesh, and read its weights. Collective over the mesh.
 
     That of a run with ``general.reproducible`` computes as it did, where the mesh allows it.
+
+    Args:
+        folder: of the step; path or URL.
+        mesh: any layout that the model fits.
+        threads: those that torch has; None: those of a reproducible run.
+        scores: whether texts are scored, too, of which the remark speaks.
 
     Returns:
         The model, and a remark about the bits of a reproducible run.
 
     Raises ValueError when the mesh does not fit the model, or a file is damaged.
     """
-    checkpoint = open_checkpoint(request.folder, mesh)
+    checkpoint = open_checkpoint(folder, mesh)
     state = checkpoint.manifest.state
     config, multipliers = model_from_json(state["model_config"])
     dtype = state.get("dtype") or "float32"
@@ -214,9 +223,9 @@ def read_model(request: EvaluationRequest, mesh: Mesh) -> tuple[ModelOnMesh, str
         spec=multipliers.applied(config.decoder), dtype=getattr(torch, dtype), draws=None
     )
     saved = state.get("reproducible")
-    if saved is not None and request.threads is None:
+    if saved is not None and threads is None:
         torch.set_num_threads(saved["threads"])
-    plan, remark = as_trained(plan, saved, mesh, scores=bool(request.section.tasks))
+    plan, remark = as_trained(plan, saved, mesh, scores=scores)
     model = ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh))
     checkpoint.load(model.records())
     return model, remark
