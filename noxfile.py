@@ -144,7 +144,7 @@ def named_lanes(session: nox.Session, *options: str) -> dict[str, dict]:
 
 @nox.session(name="tests")
 def some_variants(session: nox.Session) -> None:
-    """Run every test; of those marked ``by_turns`` some variants, other ones every day.
+    """Run the tests; of costly ones (``tests/by_turns.py``) some, other ones every day.
 
     Names of lanes and folders after `--` choose: ``across``, ``packages/kenotron-tp``.
     """

@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 GROUPS = 10
 
 
-@pytest.mark.by_turns(4)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_a_family_over_tp_is_its_plain_model_and_the_page_says_so(group):
     kinds = families()[group::GROUPS]
@@ -46,7 +45,6 @@ def test_a_plan_found_by_names_is_the_plain_model(kind):
         assert ends.issuperset(SUGGESTED[kind]) and deviation < any_model.GRADIENT
 
 
-@pytest.mark.by_turns(1)
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2}, {"tp": 2, "ep": 2}])
 def test_the_balance_loss_of_every_family_is_that_of_its_plain_model(sizes):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -62,6 +62,54 @@ def test_a_variant_that_is_named_runs_and_most_limits_every_test(tmp_path: Path)
     assert len(few) == 1 + 2 + 1
 
 
+@pytest.mark.parametrize("count, seconds", [(1, 1.0), (7, 1.0), (40, 3.0), (5, 9.0), (1, 70.0)])
+def test_a_costly_test_has_its_share_of_a_day_and_every_variant_its_day(count, seconds):
+    class Item:
+        def __init__(self, n: int) -> None:
+            self.nodeid = f"tests/test_it.py::test_costly[{n}]@group"
+
+        def get_closest_marker(self, name: str) -> None:
+            return None
+
+    items = [Item(n) for n in range(count)]
+    ran, busy = set(), 0.0
+    for turn in range(739_000, 739_000 + 200):
+        left_out = {*by_turns.of_other_turns(items, turn, seconds=seconds)}
+        ran |= {item.nodeid for item in items if item not in left_out}
+        busy += seconds * (count - len(left_out))
+    assert len(ran) == count
+    assert busy / 200 <= max(by_turns.SECONDS, seconds / 4 + 0.5)
+
+
+def test_the_table_of_costly_tests_names_those_that_there_are():
+    root = by_turns.COSTLY.parents[1]
+    table = by_turns.seconds_of_tests()
+    assert len(table) > 200 and [*table] == sorted(table)
+    for name, seconds in table.items():
+        file, _, function = name.partition("::")
+        assert (root / file).exists(), f"{name}: no such file: remove or rename the line"
+        assert f"def {function}(" in (root / file).read_text(), f"{name}: no such test"
+        assert seconds > 0
+
+
+def test_seconds_of_costly_tests_are_written(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_long(): time.sleep(0.2)\ndef test_b(): pass"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "plugin.py").write_text(
+        "from by_turns import *\nimport by_turns\nby_turns.LISTED = 0.1"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "plugin", "--costly=table.txt", "-n", "1"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={"PYTHONPATH": f"{tmp_path}:{Path(by_turns.__file__).parent}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (tmp_path / "table.txt").read_text().splitlines()
+    assert line.split()[1] == "test_it.py::test_long" and 0.1 < float(line.split()[0]) < 5
+
+
 def run_lanes(folder: Path, **texts: str) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     listed = {}

@@ -178,7 +178,6 @@ def of_transformers(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.by_turns(2)
 def test_every_layout_answers_as_transformers_does_in_lm_eval(folder, of_transformers, layout):
     wanted = answers(of_transformers)
     assert of_transformers.max_length == WINDOW

@@ -74,7 +74,6 @@ def refused(spec: Any, layout: dict[str, int]) -> bool:
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.by_turns(1)
 def test_every_architecture_makes_a_step_on_every_rank(layout: dict[str, int], part: int) -> None:
     found = {}
     for name, config in list(configs().items())[part::PARTS]:

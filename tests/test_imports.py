@@ -35,7 +35,6 @@ def python(code: str) -> str:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.by_turns(1)
 def test_it_takes_less_than_a_twentieth_of_the_time_of_torch(package: str) -> None:
     assert min(float(python(CODE.format(package=package))) for _ in range(3)) < 0.05
 

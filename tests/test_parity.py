@@ -62,7 +62,7 @@ def one_process(row: Row, folder: Path, steps: int) -> grid_run.Measured:
     return pickle.loads(kept.read_bytes())
 
 
-@pytest.mark.by_turns(17)
+@pytest.mark.by_turns(8)
 def test_a_row_has_the_numbers_of_one_process(
     row: Row, folder: Path, full_grid: bool, grid_results: Path | None
 ) -> None:
@@ -78,7 +78,6 @@ def test_a_row_has_the_numbers_of_one_process(
     assert not found.faults, f"{row}: " + "; ".join(found.faults)
 
 
-@pytest.mark.by_turns(2)
 def test_a_row_is_verified(row: Row, tmp_path: Path) -> None:
     """By the program, which draws one process from the same config."""
     grid_run.write_documents(tmp_path)

@@ -164,7 +164,7 @@ def fitting(cut: Cut, model: Row) -> Cut:
     return replace(cut, tp=tp, ep=cut.ep if spec.routes else 1, cp=cp, most_cp=most_cp)
 
 
-@pytest.mark.by_turns(8)
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("model", "cut"), cases(), ids=str)
 def test_a_cut_has_the_bits_of_one_process(model: Row, cut: Cut, run: Run) -> None:
     alone = replace(ALONE, most=cut.most, most_cp=cut.most_cp)

@@ -59,7 +59,7 @@ def train(mesh: Mesh, config: AnyConfig, dtype: torch.dtype, zero: int, sequence
     return series, gradients, weight_pieces(training) + state
 
 
-@pytest.mark.by_turns(5)
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_family_has_the_bits_of_one_process(name: str, dtype: torch.dtype) -> None:

@@ -41,7 +41,7 @@ def cases() -> list[tuple[Row, Cut]]:
     return found + [(m, cut) for m in MODELS for cut in IN_CHUNKS if m.extra != "mtp"]
 
 
-@pytest.mark.by_turns(5)
+@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("model", "cut"), cases(), ids=str)
 def test_an_option_has_the_bits_of_one_process(model: Row, cut: Cut, run: Run) -> None:
     alone = replace(ALONE, most=cut.most, most_cp=cut.most_cp)

@@ -195,7 +195,6 @@ def test_every_family_is_walked_over() -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.by_turns(1)
 def test_stage_3_has_the_numbers_of_stage_0_on_every_architecture(part: int) -> None:
     """Each meets every ``recompute`` and both of ``regather`` in five runs, one every third day."""
     turn = datetime.date.today().toordinal() // PARTS

@@ -108,7 +108,6 @@ def test_computing_activations_again_changes_no_bit(
     ],
     ids=str,
 )
-@pytest.mark.by_turns(1)
 def test_compiled_layers_compute_the_same(
     layout: Layout, recompute: Recompute, compiler: str, folder: Path
 ) -> None:

@@ -31,7 +31,6 @@ def run(folder: Path, out: Path, *flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", tiny.configs())
-@pytest.mark.by_turns(16)
 def test_greedy_texts_are_those_of_transformers(
     name: str, sizes: tuple[int, int], models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -117,7 +117,6 @@ def _compare_folders(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS, *OURS])
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.by_turns(4)
 def test_every_layout_trains_as_one_process_with_dropout(kind, native, layout, tmp_path):
     if not native and layout in OURS:
         pytest.skip("layers of transformers do not have this layout")
@@ -132,7 +131,6 @@ def test_every_layout_trains_as_one_process_with_dropout(kind, native, layout, t
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.by_turns(2)
 def test_a_checkpoint_has_the_adapter_alone_and_resumes_on_another_layout(kind, native, tmp_path):
     folder = folder_of("llama", tmp_path / "model")
     one = losses(set_up(folder, tmp_path / "one", {}, native=native, kind=kind))

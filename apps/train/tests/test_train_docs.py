@@ -176,7 +176,6 @@ def test_install_lines_name_the_version_of_torch(name: str) -> None:
 
 @pytest.mark.xdist_group("docs")  # one after the other, in one folder
 @pytest.mark.parametrize("name", [name for name in NAMES if to_run(ROOT / name)])
-@pytest.mark.by_turns(7)
 def test_commands_run(name: str, here: Path, worker: Worker, printed: dict[str, str]) -> None:
     document = ROOT / name
     for command in to_run(document):

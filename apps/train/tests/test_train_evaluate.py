@@ -95,7 +95,6 @@ DROPOUT = {
     ],
     ids=["dropout", "dp2 zero3", "tp2 recompute"],
 )
-@pytest.mark.by_turns(1)
 def test_a_run_with_evaluations_has_the_losses_of_one_without(tmp_path, layout):
     section = section_in(tmp_path)
     plain = run(tmp_path / "1", configure(tmp_path / "1", None, **layout))

@@ -122,7 +122,7 @@ def look(
     return seen
 
 
-@pytest.mark.by_turns(60)
+@pytest.mark.by_turns(16)
 @pytest.mark.parametrize("leaf, change", CASES)
 def test_a_changed_key_is_seen(leaf: Leaf, change: Change, look: Look) -> None:
     base = base_of(leaf, change)
@@ -134,7 +134,6 @@ def test_a_changed_key_is_seen(leaf: Leaf, change: Change, look: Look) -> None:
     assert look("is", new).differs(KNOWN[name])
 
 
-@pytest.mark.by_turns(15)
 @pytest.mark.parametrize("base", BASES, ids=BASES.values())
 def test_the_same_training_is_seen_as_the_same(base: str, look: Look) -> None:
     assert look("once", json.loads(base)).differs(look("again", json.loads(base))) == []

@@ -22,7 +22,6 @@ MOST_BYTES = 60_000
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.by_turns(1)
 def test_an_example_computes_what_it_compares_and_draws(name: str, tmp_path: Path) -> None:
     script = EXAMPLES / name / "run.py"
     done = runs.start(

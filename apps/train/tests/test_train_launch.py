@@ -22,7 +22,6 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-@pytest.mark.by_turns(1)
 def test_torchrun_trains_the_same_numbers(tmp_path: Path, axis: str) -> None:
     for name in ("spawned", "launched"):
         (tmp_path / name).mkdir()

@@ -60,7 +60,6 @@ def occupied(mesh: Mesh, config: Config) -> list[int]:
     return hook.after
 
 
-@pytest.mark.by_turns(1)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it is read there")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_occupies_no_more_after_many_steps(layout: str, tmp_path: Path) -> None:

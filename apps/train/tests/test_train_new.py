@@ -15,7 +15,6 @@ from kenotron_train.new_folder import TEMPLATES
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.by_turns(1)
 def test_a_new_folder_checks_itself(
     template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

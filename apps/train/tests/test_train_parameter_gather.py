@@ -135,7 +135,6 @@ def whole_runs(mesh: Mesh, folder: Path, layout: dict, late: bool) -> dict[str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.by_turns(1)
 def test_runs_are_those_that_wait_after_every_update(layout: str, tmp_path: Path) -> None:
     changes = LAYOUTS[layout]
     axes = {axis: changes.get(f"parallelism__{axis}", 1) for axis in ("pp", "dp", "tp")}

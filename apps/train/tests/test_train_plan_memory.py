@@ -27,7 +27,6 @@ def of_pairs() -> dict[str, tuple[dict[str, int], ...]]:
     return dict(zip(PAIRS, zip(*ranks, strict=True), strict=True))
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("name", CASES)
 def test_state_and_largest_instant_are_those_of_live_tensors(
     name: str, request: pytest.FixtureRequest

@@ -26,7 +26,6 @@ def words(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "saved"])
-@pytest.mark.by_turns(1)
 def test_it_trains_with_its_tokenizer_and_its_data_set(tmp_path, kind):
     text = YAML.replace("hf_dataset_or_datasets: corpus.txt", f"hf_dataset_or_datasets: {DATA}")
     text = text.replace("tokenizer_name_or_path: null", f"tokenizer_name_or_path: {TOKENIZER}")

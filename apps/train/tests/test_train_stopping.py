@@ -93,7 +93,6 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     [pytest.param(*each, marks=GROUPS[each[0]]) for each in SIGNALS],
     indirect=["whole"],
 )
-@pytest.mark.by_turns(2)
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     whole: tuple, name: str, tmp_path: Path
 ) -> None:
@@ -114,7 +113,6 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     assert curve(tmp_path) == want, f"stopped after {stopped}"
 
 
-@pytest.mark.by_turns(1)
 def test_another_layout_goes_on_within_rounding(whole: tuple, tmp_path: Path) -> None:
     layout, want = whole
     with running(tmp_path, *flags(tmp_path, layout), steps=3) as process:

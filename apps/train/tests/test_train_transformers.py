@@ -50,7 +50,6 @@ def test_one_process_trains_as_transformers_does_in_plain_torch(family, tmp_path
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.by_turns(6)
 def test_every_layout_trains_as_one_process(family, layout, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     one = run(configure(folder, tmp_path / "one"))
@@ -105,7 +104,6 @@ def test_a_run_resumes_on_another_layout(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "stablelm", "cohere", "deepseek_v3"])
-@pytest.mark.by_turns(1)
 def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -158,7 +156,6 @@ def test_texts_of_a_checkpoint_are_those_of_transformers(family, sizes, tmp_path
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.by_turns(4)
 def test_first_weights_and_gradients_are_those_of_one_process(family, seeded, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     drawn = {"model.init_method": json.dumps({"std": 0.1})} if seeded else {}
@@ -198,7 +195,6 @@ def documents(mesh: Mesh, config: Config, positions: list[int]) -> torch.Tensor:
     [(f, how) for f in FAMILIES for how in ("sdpa", "eager", "kenotron") if (f, how) != SDPA_NONE]
     + [("stablelm", "kenotron"), ("gpt_oss", "kenotron")],
 )
-@pytest.mark.by_turns(10)
 def test_separate_documents_do_not_leak_at_all(family, attention, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     places = [*range(5), *range(7), 0, *range(3)]
@@ -221,7 +217,6 @@ VARIATIONS = {
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("family", ["gpt_neox", "deepseek_v3"])
-@pytest.mark.by_turns(7)
 def test_other_ways_to_compute_give_the_same(family, variation, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     changes = VARIATIONS[variation]

@@ -60,7 +60,6 @@ def test_loss_and_every_gradient_are_those_of_plain_transformers(family, tmp_pat
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.by_turns(3)
 def test_gradients_of_every_layout_are_those_of_one_process(family, layout, tmp_path):
     folder = folder_of(family, tmp_path / "model", **BALANCED)
     loss, due, _ = whole(configure(folder, tmp_path / "run"))
@@ -74,7 +73,6 @@ def test_gradients_of_every_layout_are_those_of_one_process(family, layout, tmp_
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.by_turns(2)
 def test_five_steps_are_those_of_plain_transformers_and_the_figure_is_in_the_log(layout, tmp_path):
     from transformers import AutoModelForCausalLM
 

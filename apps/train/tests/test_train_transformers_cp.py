@@ -39,7 +39,6 @@ def close(found: tuple, due: tuple) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.by_turns(4)
 def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     changes = {"tokens.train_steps": 5, "optimizer.weight_decay": 0.0} | LAYOUTS[layout]
@@ -50,7 +49,6 @@ def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.by_turns(2)
 def test_gradients_of_cut_rows_and_of_documents_are_those_of_one_process(family, tmp_path):
     folder = folder_of(family, tmp_path / "model", **CAPPED.get(family, {}))
     for positions, keys in ((None, {}), (DOCUMENTS, {"separate_documents": True})):

@@ -36,20 +36,17 @@ def compare(family, layout, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.by_turns(2)
 def test_experts_over_ep_tp_and_pp_train_as_plain_transformers(family, tmp_path):
     compare(family, GRID, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-@pytest.mark.by_turns(2)
 def test_other_layouts_of_experts_do_too(family, layout, tmp_path):
     compare(family, LAYOUTS[layout], tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.by_turns(2)
 def test_gradients_of_experts_over_ep_are_those_of_one_process(family, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     loss, due, weights = whole(configure(folder, tmp_path / "run"))

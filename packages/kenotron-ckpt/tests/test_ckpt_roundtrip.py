@@ -46,7 +46,6 @@ def saved(tmp_path_factory):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("sizes", MESHES, ids=name_of)
-@pytest.mark.by_turns(4)
 def test_a_mesh_reads_what_every_mesh_wrote(saved, sizes):
     wrong = spawn(load_all, [str(folder) for folder in saved.values()], **sizes)
     assert [each for rank in wrong for each in rank] == []

@@ -56,7 +56,6 @@ def mutated(seed):
 
 
 @pytest.mark.parametrize("block", range(10))
-@pytest.mark.by_turns(4)
 def test_a_broken_file_loads_or_is_refused_in_words(block):
     loaded = 0
     for seed in range(100 * block, 100 * block + 100):

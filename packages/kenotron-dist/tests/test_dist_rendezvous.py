@@ -71,7 +71,6 @@ def ended(ranks):
 
 
 @pytest.mark.parametrize("where", ["init", "connect"])
-@pytest.mark.by_turns(1)
 def test_a_rank_that_is_stopped_before_the_mesh_exists_is_named(where, tmp_path):
     port = free_port()
     ranks = [started(tmp_path, port, rank, 3) for rank in (0, 1)]

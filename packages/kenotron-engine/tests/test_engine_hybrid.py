@@ -91,7 +91,6 @@ def on_one(model: str) -> Any:
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.by_turns(4)
 def test_it_trains_on_every_layout_as_on_one_process(
     model: str, axes: dict[str, int], schedule: str, sequence_parallel: bool
 ) -> None:

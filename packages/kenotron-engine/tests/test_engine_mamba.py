@@ -60,7 +60,6 @@ def on_one(name: str, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("axes", [{"dp": 2, "pp": 2, "tp": 2}, {"cp": 2, "tp": 2}], ids=str)
-@pytest.mark.by_turns(3)
 def test_it_trains_on_every_layout_as_on_one_process(
     axes: dict[str, int], sequence_parallel: bool, name: str
 ) -> None:

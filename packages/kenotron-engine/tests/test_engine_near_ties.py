@@ -79,7 +79,6 @@ LAYOUTS = [{"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2,
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.by_turns(3)
 def test_choices_differ_only_at_near_ties(dtype: str, axes: dict[str, int]) -> None:
     margins, bound = found_flips(dtype, axes), torch.finfo(getattr(torch, dtype)).eps
     said = f"{len(margins)} of {TOKENS} tokens, margins {margins[-5:]}, rounding {bound:.1e}"

@@ -90,7 +90,6 @@ def on_one(name: str) -> tuple[list[float], list[Piece]]:
 
 @pytest.mark.parametrize(("axes", "mode", "again"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.by_turns(8)
 def test_a_family_trains_on_every_layout_as_on_one_process(
     name: str, axes: dict[str, int], mode: TPMode, again: Recompute
 ) -> None:

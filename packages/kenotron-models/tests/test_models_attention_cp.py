@@ -57,7 +57,6 @@ def test_every_gradient_is_that_of_whole_rows(
 
 
 @pytest.mark.parametrize(("name", "axis"), [("width", "tp"), ("capped", "cp"), ("sinks", "tp")])
-@pytest.mark.by_turns(1)
 def test_compiled_layers_have_the_same_gradients(name: str, axis: str) -> None:
     loss, want = on_one(name)
     ranks = spawn(gradients, name, "plain", "ring", "none", True, **{axis: 2})
