@@ -7,7 +7,8 @@ variants a day as ``SECONDS`` allow, and runs on some days only if it takes one 
 command line, all run. ``--most 2``: of every test, where variants differ by the same code, as in a
 suite that runs a second time over the fake NCCL.
 
-``--costly FILE`` measures: what ran is entered into that table, if its variants took over ``LISTED`` seconds.
+``--costly FILE`` measures: it enters what ran into that table, if all of it took over ``LISTED``
+seconds.
 """
 
 from __future__ import annotations
