@@ -76,9 +76,9 @@ def alone(row: Row) -> Row:
 def applies(row: Row) -> bool:
     """Return whether the mode has the row, by the rule that `GRID.md` states.
 
-    Experts and Mamba are not cut over tp, and Mamba-2 has a rank for each group at most. Where samples are cut over cp, nothing is cut over tp,
-    all layers are attention and feed-forward, and there is no further prediction; `ulysses` needs
-    key heads for every rank.
+    Experts and Mamba are not cut over tp, and Mamba-2 has a rank for each group at most. Where
+    samples are cut over cp, nothing is cut over tp, all layers are attention and feed-forward, and
+    there is no further prediction; `ulysses` needs key heads for every rank.
     """
     experts = row.arch in ("qwen2_moe", "qwen2_moe_limited", "deepseek")
     if row.cp > 1:
