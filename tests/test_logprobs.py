@@ -52,7 +52,7 @@ def losses_of(checkpoint: Path, result: dict[str, Any]) -> list[float]:
 
 
 def test_they_have_the_bits_of_a_training_forward(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = scored(checkpoint, "--batch-size", "1")
     for result in results:
@@ -71,15 +71,15 @@ def test_they_have_the_bits_of_a_training_forward(
     assert [each["logprobs"] for each in same] == [each["logprobs"] for each in results[1:]]
     assert split["prompt_logprobs"][:6] == results[0]["prompt_logprobs"]
     cut = scored(checkpoint, "--cp", "2")
-    told = "these are not the bits of the training: general.reproducible: "
-    assert all(each["bits"].startswith(told) for each in cut)
-    assert told in capsys.readouterr().err
+    told = "not the bits of the training, since cp 2 does not divide the 1 virtual chunks"
+    assert all(each["bits"] == told for each in cut)
+    assert f"--logprobs: {told}" in capfd.readouterr().err
     for result, other in zip(results, cut, strict=True):
         assert other["logprobs"] == pytest.approx(result["logprobs"], rel=0.05)
 
 
 def test_what_cannot_be_scored_is_refused(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--ckpt-path", str(checkpoint), "--prompt", "step 3", "--jsonl", "-"]
     for flags, told in (
@@ -87,4 +87,4 @@ def test_what_cannot_be_scored_is_refused(
         (["--logprobs", "258", "--max-new-tokens", "1"], "--logprobs 258: the vocabulary has 257"),
     ):
         assert main([*words, *flags]) == 1
-        assert told in capsys.readouterr().err
+        assert told in capfd.readouterr().err

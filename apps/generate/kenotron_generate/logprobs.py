@@ -105,5 +105,5 @@ def score_texts(
     if described.reproducible is None:
         return scores, None
     if remark:
-        return scores, f"these are not the bits of the training: {remark}"
+        return scores, remark.removeprefix("general.reproducible: ")
     return scores, OF_TRAINING + (OF_EXPERTS if described.model.routes else "")
