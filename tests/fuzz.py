@@ -183,7 +183,7 @@ def faults(draw: Draw, folder: Path) -> list[str]:
 
 
 def other_bits(draw: Draw, folder: Path) -> list[str]:
-    """What of a training in the reproducible mode has not the bits of one process."""
+    """Name what of a training in the reproducible mode has not the bits of one process."""
     shutil.rmtree(folder / "one", ignore_errors=True)
 
     def alone(row: Row, keys: grid_bits.Keys) -> grid_run.Measured:
@@ -194,7 +194,7 @@ def other_bits(draw: Draw, folder: Path) -> list[str]:
 
 
 def refused_by_programs(draw: Draw, folder: Path) -> list[str]:
-    """What the programs say of the training, or of its checkpoint, if anything."""
+    """Name what the programs find wrong with the training, or with its checkpoint."""
     return [line for name in draw.programs for line in PROGRAMS[name](draw, folder)]
 
 
