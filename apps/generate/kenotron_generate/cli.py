@@ -217,11 +217,9 @@ def generate_parser() -> argparse.ArgumentParser:
         help="the tokenizer's special tokens around a prompt (default: as the model was trained)",
     )
     add(
-        "--cache",
-        action=flag,
-        default=True,
+        "--cache", action=flag, default=True,
         help="keep keys and values between tokens (default: yes)",
-    )
+    )  # fmt: skip
     add(
         "--check",
         action=flag,
