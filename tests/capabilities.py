@@ -21,7 +21,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     ],
     "AFAB, 1F1B, interleaved, ZB-H1, ZB-V; a mode with one process's bits on every dp, pp, ZeRO": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
-        "tests/test_reproducible.py::test_a_cut_has_the_bits_of_one_process",
+        "tests/test_parity.py::test_a_row_has_the_bits_of_one_process",
     ],
     "mixtures of experts on every ep: one process's numbers, loads and biases included": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",

@@ -1,10 +1,11 @@
 """Random trainings: layouts, models and optimizers that nobody has chosen, against one process.
 
 ``python tests/fuzz.py --count 200`` draws trainings from a seed, by default that of the day. Each
-is run on its layout, resumed on another one, and compared with one process; some are given to
-``verify``, generate texts, or are exported, too. What a config refuses with a ValueError is drawn
-again. A training that departs, or ends with an error, is made smaller while it still does, and the
-smallest one is printed. The exit status is 1 where there was one.
+is run on its layout, resumed on another one, and compared with one process, in the reproducible
+mode to the bit; some are given to ``verify``, generate texts, or are exported, too. What a config
+refuses with a ValueError is drawn again. A training that departs, or ends with an error, is made
+smaller while it still does, and the smallest one is printed. The exit status is 1 where there was
+one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import grid
+import grid_bits
 import grid_check
 import grid_run
 from grid import Row
@@ -33,6 +35,10 @@ from kenotron_models.hf import config_to_hf
 from kenotron_train.cli import main as program
 
 STEPS, MOST_RANKS, TRIES = 4, 4, 30
+IN_MODE = 0.5
+"""Share of trainings in the reproducible mode, before those are drawn again that it refuses."""
+NOT_IN_MODE = ("optimizer.shard_ranks", "optimizer.offload")
+"""Further keys that it refuses."""
 ADAM, MUON = 2.0, 40.0
 """How many times as far off as in the grid a run may be. Adam divides gradients that are rounding
 alone, as those of a bias of all keys, by their size; Muon's iteration magnifies the rounding of
@@ -61,7 +67,7 @@ NUMBERS: dict[str, tuple[dict[str, str], ...]] = {
         {},
         {},
         {"optimizer.optimizer_factory": "{name: sgd, momentum: 0.9}"},
-        {"optimizer.optimizer_factory": "{name: muon}"},
+        {"optimizer.optimizer_factory": "{name: muon, torch_adam_is_fused: false}"},
     ),
     "average": ({}, {"optimizer.weight_average": "{decay: 0.9}"}),
     "clip": ({}, {"optimizer.clip_grad": "null"}),
@@ -89,17 +95,21 @@ class Draw:
     ways: dict[str, str] = field(default_factory=dict)
     programs: tuple[str, ...] = ()
     """Of ``PROGRAMS``."""
+    in_mode: bool = False
+    """True: in the reproducible mode."""
 
     @property
     def keys(self) -> dict[str, str]:
         """All further keys."""
-        return {**self.numbers, **self.ways}
+        mode = grid_bits.keys(self.row) if self.in_mode else {}
+        return {**mode, **self.numbers, **self.ways}
 
     def __str__(self) -> str:
         changed = {
             name: value for name, value in asdict(self.row).items() if value != getattr(Row, name)
         }
-        return f"Draw(Row(**{changed}), {self.numbers}, {self.ways}, {self.programs})"
+        mode = ", True" * self.in_mode
+        return f"Draw(Row(**{changed}), {self.numbers}, {self.ways}, {self.programs}{mode})"
 
 
 def draws(seed: int, folder: Path) -> Iterator[Draw]:
@@ -119,7 +129,9 @@ def draws(seed: int, folder: Path) -> Iterator[Draw]:
         row = fitting(row)
         if row.dtype == "bf16":  # texts depend on rounding
             programs = tuple(name for name in programs if name != "generate")
-        found = Draw(row, numbers, ways, programs)
+        if in_mode := draw.random() < IN_MODE:
+            ways = {key: value for key, value in ways.items() if key not in NOT_IN_MODE}
+        found = Draw(row, numbers, ways, programs, in_mode)
         if accepted(found, folder):
             yield found
 
@@ -148,23 +160,42 @@ def faults(draw: Draw, folder: Path) -> list[str]:
     of two experts that are nearly equal.
     """
     row = draw.row
-    for run in ("many", "again", "exported"):
+    for run in ("many", "many-resumed", "again", "exported"):
         shutil.rmtree(folder / run, ignore_errors=True)
     try:
+        if draw.in_mode:
+            return other_bits(draw, folder) + refused_by_programs(draw, folder)
         got, again = grid_run.measure(row, folder, "many", STEPS, keys=draw.keys), None
         other = grid_check.elsewhere(row, MOST_RANKS)
         if accepted(replace(draw, row=other, ways={}), folder):
-            again = grid_run.measure(other, folder, "again", STEPS, saved_in(folder), draw.numbers)
+            again = grid_run.measure(
+                other, folder, "again", STEPS, saved_in(draw, folder), draw.numbers
+            )
             again = grid_check.continued(got, again)
         runs = {"": got} | ({f"resumed on {other}: ": again} if again else {})
         for model in dict.fromkeys((row.model, replace(row.model, micro=row.micro))):
             if not (found := departures(draw, model, runs, folder)):
                 break
-        for name in draw.programs:
-            found += PROGRAMS[name](draw, folder)
+        found += refused_by_programs(draw, folder)
     except (RankError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]
     return found
+
+
+def other_bits(draw: Draw, folder: Path) -> list[str]:
+    """Name what of a training in the reproducible mode has not the bits of one process."""
+    shutil.rmtree(folder / "one", ignore_errors=True)
+
+    def alone(row: Row, keys: grid_bits.Keys) -> grid_run.Measured:
+        return grid_run.measure(row, folder, "one", grid_bits.STEPS, keys=keys)
+
+    given = {"numbers": draw.numbers, "ways": draw.ways}
+    return grid_bits.judge(draw.row, folder, alone, MOST_RANKS, name="many", **given)
+
+
+def refused_by_programs(draw: Draw, folder: Path) -> list[str]:
+    """Name what the programs find wrong with the training, or with its checkpoint."""
+    return [line for name in draw.programs for line in PROGRAMS[name](draw, folder)]
 
 
 def departures(
@@ -202,9 +233,10 @@ def other_choices(one: Path, other: Path) -> bool:
     )
 
 
-def saved_in(folder: Path) -> Path:
+def saved_in(draw: Draw, folder: Path) -> Path:
     """The checkpoint from which a training is resumed elsewhere."""
-    return folder / "many" / str(grid_run.saved_after(STEPS))
+    steps = grid_bits.STEPS if draw.in_mode else STEPS
+    return folder / "many" / str(grid_run.saved_after(steps))
 
 
 def unverified(draw: Draw, folder: Path, most: int = MOST_RANKS) -> list[str]:
@@ -227,7 +259,8 @@ def other_texts(draw: Draw, folder: Path) -> list[str]:
     texts = []
     for words in ([], layout):
         file = folder / "texts.jsonl"
-        if generate(["--ckpt-path", str(saved_in(folder)), "--jsonl", str(file), *PROMPTS, *words]):
+        checkpoint = ["--ckpt-path", str(saved_in(draw, folder))]
+        if generate([*checkpoint, "--jsonl", str(file), *PROMPTS, *words]):
             return ["generate ends with an error " + " ".join(words)]
         texts.append(file.read_text())
     return [] if texts[0] == texts[1] else ["texts of one process and of all: " + " ".join(texts)]
@@ -241,7 +274,7 @@ def unlike(draw: Draw, folder: Path) -> list[str]:
     except ValueError:  # no architecture of Hugging Face computes it
         return []
     try:
-        export_hf(saved_in(folder), folder / "exported")
+        export_hf(saved_in(draw, folder), folder / "exported")
     except ValueError as error:
         return [f"export: {error}"]
     return []
@@ -264,6 +297,8 @@ def smaller(draw: Draw) -> Iterator[Draw]:
         keys = getattr(draw, kind)
         for key in keys:
             yield replace(draw, **{kind: {k: v for k, v in keys.items() if k != key}})
+    if draw.in_mode:
+        yield replace(draw, in_mode=False)
     for name in draw.programs:
         yield replace(draw, programs=tuple(each for each in draw.programs if each != name))
 

@@ -1,7 +1,8 @@
 """Write the tables of ``GRID.md``: the rows of the grid and what was measured for each.
 
 ``python tests/grid_table.py sample RESULTS`` writes one section again from a folder of results. It
-exits with status 1 if a row failed, or if its verdict differs from that in the previous table.
+exits with status 1 if a row failed, or if its verdict differs from that in the previous table. What
+a folder has not of a row (its figures, or its bits in the reproducible mode) stays as it was.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import grid
+import grid_bits
 from grid import Row
 from grid_check import Result
 
+BITS = " Bits: "
+"""Begins, above a table, the day and commit of bits that were measured alone."""
+OTHERS, NOT_RUN = "others", "not run"
+"""Of a row whose bits are not those of one process, and of one that was not measured."""
 TABLE = Path(__file__).parent / "GRID.md"
-HEAD = "| row | loss | norm | gradient | weight | resumed with | there | verdict |"
+HEAD = "| row | loss | norm | gradient | weight | resumed with | there | bits | verdict |"
 
 
 @functools.cache
@@ -29,16 +35,32 @@ def rows_of(section: str) -> tuple[Row, ...]:
     return tuple(getattr(grid, section)())
 
 
-def line(found: Result) -> str:
-    """A row of the table."""
+def line(found: Result, bits: str) -> str:
+    """A row of the table; ``bits``: in the reproducible mode."""
     words = set(found.row.split("-"))
     changes = " ".join(word for word in found.elsewhere.split("-") if word not in words)
     numbers = " | ".join(
         f"{ratio:.3f}" for ratio in (found.loss, found.norm, found.gradient, found.weight)
     )
     there = "bitwise" if found.resumed is None else f"{found.resumed:.3f}"
-    verdict = "FAIL" if found.faults else "pass"
-    return f"| {found.row} | {numbers} | {changes} | {there} | {verdict} |"
+    verdict = "FAIL" if found.faults or bits == OTHERS else "pass"
+    return f"| {found.row} | {numbers} | {changes} | {there} | {bits} | {verdict} |"
+
+
+def with_bits(line: str, bits: str) -> str:
+    """A row of the table with other bits, and figures as they were."""
+    *cells, _, verdict = line.strip("| ").split(" | ")
+    return f"| {' | '.join(cells)} | {bits} | {'FAIL' if bits == OTHERS else verdict} |"
+
+
+def bits_of(row: Row, results: Path, before: str) -> str:
+    """The bits of a row in the mode: as measured, as before, or the key that the mode refuses."""
+    if not grid_bits.applies(row):
+        return f"refused: {grid_bits.refusal(row)}"
+    file = results / f"{row}.bits.json"
+    if not file.exists():
+        return before
+    return OTHERS if json.loads(file.read_text()) else "bitwise"
 
 
 def verdicts(section: str) -> dict[str, str]:
@@ -91,14 +113,26 @@ def commit() -> str:
 
 def main(section: str, results: Path) -> int:
     """Write a section from its results; the exit status."""
-    files = {str(row): results / f"{row}.json" for row in rows_of(section)}
-    if missing := [name for name, file in files.items() if not file.exists()]:
+    rows, before = rows_of(section), verdicts(section)
+    made, *table = read(section).strip().splitlines()
+    lines = {each.split(" | ")[0].strip("| "): each for each in table if each.startswith("| pp")}
+    bits = {row: lines[str(row)].split(" | ")[-2] if str(row) in lines else NOT_RUN for row in rows}
+    bits = {row: bits_of(row, results, earlier) for row, earlier in bits.items()}
+    files = {row: results / f"{row}.json" for row in rows}
+    if has_figures := any(file.exists() for file in files.values()):
+        found = {
+            row: line(Result(**json.loads(file.read_text())), bits[row])
+            for row, file in files.items()
+            if file.exists()
+        }
+    else:
+        found = {row: with_bits(lines[str(row)], bits[row]) for row in rows if str(row) in lines}
+    if missing := [row for row in rows if row not in found]:
         print(f"{len(missing)} rows were not run, {missing[0]} among them", file=sys.stderr)
         return 1
-    found = {name: Result(**json.loads(file.read_text())) for name, file in files.items()}
-    before = verdicts(section)
     rule = "|" + "---|" * HEAD.count(" | ") + "---|"
-    write(section, "\n".join([HEAD, rule, *map(line, found.values())]))
+    made = _made() if has_figures else f"{made.partition(BITS)[0]}{BITS}{_made()}"
+    write(section, "\n".join([HEAD, rule, *found.values()]), made)
     now = verdicts(section)
     for name in {**before, **now}:
         if before.get(name) != now.get(name):

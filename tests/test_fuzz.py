@@ -34,6 +34,7 @@ def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
     first, again = (list(itertools.islice(fuzz.draws(7, tmp_path), 12)) for _ in range(2))
     assert first == again and len(set(map(str, first))) == 12
     assert all(draw.row.ranks <= fuzz.MOST_RANKS for draw in first)
+    assert {draw.in_mode for draw in first} == {True, False}
     assert {draw.row.ep for draw in first if "moe" not in draw.row.arch} <= {1, 2}
 
 

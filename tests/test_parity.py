@@ -11,13 +11,16 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 import fuzz
 import grid
+import grid_bits
 import grid_check
 import grid_choice
 import grid_run
@@ -53,13 +56,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared
 
 
-def one_process(row: Row, folder: Path, steps: int) -> grid_run.Measured:
-    """A row of one process, run once for all that ask."""
-    kept = folder / f"{row}.pickle"
-    with locked(kept.with_suffix(".lock")):
-        if not kept.exists():
-            kept.write_bytes(pickle.dumps(grid_run.measure(row, folder, f"{row}-one", steps)))
-    return pickle.loads(kept.read_bytes())
+def one_process(
+    row: Row, folder: Path, steps: int, keys: Mapping[str, str] = MappingProxyType({})
+) -> grid_run.Measured:
+    """A row of one process with further keys, run once for all that ask."""
+    name = f"{row}-one-{zlib.crc32(repr(dict(keys)).encode())}"
+    known = folder / f"{name}.pickle"
+    with locked(known.with_suffix(".lock")):
+        if not known.exists():
+            found = grid_run.measure(row, folder, name, steps, keys=keys)
+            known.write_bytes(pickle.dumps(found))
+    return pickle.loads(known.read_bytes())
 
 
 @pytest.mark.by_turns(8)
@@ -72,10 +79,34 @@ def test_a_row_has_the_numbers_of_one_process(
     )
     for run in folder.glob(f"{row}*"):
         shutil.rmtree(run) if run.is_dir() else None
-    print(f"\n{grid_table.line(found)}", end="")
+    print(f"\n{grid_table.line(found, grid_table.NOT_RUN)}", end="")
     if grid_results is not None:
         (grid_results / f"{row}.json").write_text(json.dumps(asdict(found)))
     assert not found.faults, f"{row}: " + "; ".join(found.faults)
+
+
+@pytest.mark.by_turns(2)
+def test_a_row_has_the_bits_of_one_process(
+    row_of_mode: Row, folder: Path, grid_results: Path | None
+) -> None:
+    row = row_of_mode
+    alone = lambda one, keys: one_process(one, folder, grid_bits.STEPS, keys)  # noqa: E731
+    found = grid_bits.judge(row, folder, alone, max(row.ranks, 4))
+    for run in folder.glob(f"{row}-bits*"):
+        shutil.rmtree(run)
+    if grid_results is not None:
+        (grid_results / f"{row}.bits.json").write_text(json.dumps(found))
+    assert not found, f"{row}: " + "; ".join(found)
+
+
+def test_the_mode_has_every_row_but_those_of_the_rule() -> None:
+    """Rows that it has are run; of the others the config names a key."""
+    rows = [row for section in grid.SECTIONS for row in grid_table.rows_of(section)]
+    refused = [row for row in rows if not grid_bits.applies(row)]
+    assert 3 * len(refused) < len(rows)
+    assert {grid_bits.refusal(row) for row in refused} == {
+        "general.reproducible_max_cp", "parallelism.cp_attention", "parallelism.tp"
+    }  # fmt: skip
 
 
 def test_a_row_is_verified(row: Row, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kenotron_command import printable
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_generate.load import Description, load_model, remark_on
+from kenotron_generate.logprobs import OF_TRAINING, check_lengths, score_texts
 from kenotron_generate.prompts import Prompt, with_stdin
 from kenotron_generate.shared_passes import SharedPasses
 from kenotron_generate.tokenizer_io import PromptTokenizer, Writer, open_words
@@ -38,6 +40,11 @@ class Request:
     """Name of the tokenizer; None: the checkpoint's."""
     check: bool
     """A folder of Hugging Face is compared with transformers first."""
+    logprobs: int | None
+    """Number of likeliest tokens at each place whose log-probabilities are reported with those of
+    the text's own tokens; None: there are no reports."""
+    threads: int | None
+    """CPU threads of each rank that were asked for."""
     jsonl: str | None
     """A file for the results; ``-``: standard output."""
 
@@ -54,6 +61,13 @@ class Result:
     """The new ones."""
     finish: str
     """``eos``, ``stop`` (a string), or ``length``."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further keys of its line of JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its line of JSON."""
+        found = asdict(self)
+        return found | found.pop("more")
 
 
 def tokenizer_name(described: Description, request: Request) -> str | None:
@@ -74,6 +88,9 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
     words = open_words(name, described.ends, described.begin, special=special)
     if name is None and mesh.rank == 0:
         print(f"{described.folder} names no tokenizer: bytes are read", file=sys.stderr)
+    texts = [words.read(prompt, template=request.template) for prompt in prompts]
+    if request.logprobs is not None:
+        check_lengths(texts, described, request.max_new_tokens, request.logprobs)
     passes = SharedPasses(load_model(described, mesh), mesh)
     if request.check and described.is_foreign and mesh.rank == 0:
         print(remark_on(described), file=sys.stderr, flush=True)
@@ -89,10 +106,41 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
         results += run.batch(first + begin, batch, alone=len(prompts) == 1)
     passes.finish()
     gathered = gather_objects([asdict(result) for result in results], replicas)
+    whole = [Result(**values) for part in gathered for values in part]
+    del passes, run  # two models need not fit at once
+    if request.logprobs is not None:
+        _add_logprobs(mesh, described, request, texts, whole)
     if mesh.rank == 0:
-        whole = [Result(**values) for part in gathered for values in part]
         _tell(whole, request.jsonl)
         _report(whole, time.perf_counter() - started)
+
+
+def _add_logprobs(
+    mesh: Mesh,
+    described: Description,
+    request: Request,
+    prompts: Sequence[Sequence[int]],
+    results: Sequence[Result],
+) -> None:
+    """Add to each result the tokens of its prompt, and scores of all. Collective over the mesh."""
+    assert request.logprobs is not None
+    texts = [[*prompt, *each.tokens] for prompt, each in zip(prompts, results, strict=True)]
+    scores, bits = score_texts(
+        mesh,
+        described,
+        texts,
+        batch_size=request.batch_size,
+        likeliest=request.logprobs,
+        threads=request.threads,
+    )
+    if bits is not None and bits != OF_TRAINING and mesh.rank == 0:
+        print(f"--logprobs: {bits}", file=sys.stderr)
+    for result, prompt, found in zip(results, prompts, scores, strict=True):
+        result.more = {
+            "prompt_token_ids": prompt,
+            **found.to_json(len(prompt), request.logprobs),
+            "bits": bits,
+        }
 
 
 @dataclass
@@ -172,7 +220,7 @@ def _show(text: str) -> None:
 def _tell(results: list[Result], jsonl: str | None) -> None:
     """Write the results down, where they have not been shown."""
     if jsonl is not None:
-        lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
+        lines = "".join(json.dumps(result.to_json()) + "\n" for result in results)
         if jsonl == "-":
             print(lines, end="", flush=True)
         else:

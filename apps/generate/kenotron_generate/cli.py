@@ -62,6 +62,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             raise ValueError(f"--{flag} {given}: give a number from {least} on")
     if "" in arguments.stop:
         raise ValueError("--stop '': an empty text ends every other; leave it out")
+    _check_logprobs(arguments.logprobs, arguments.jsonl)
     _check_written(arguments.jsonl)
     prompts = read_prompts(arguments.prompt, arguments.prompt_file)
     if launcher() == "none":
@@ -83,8 +84,22 @@ def _request(arguments: argparse.Namespace) -> Request:
         cached=arguments.cache,
         tokenizer=arguments.tokenizer,
         check=arguments.check,
+        logprobs=arguments.logprobs,
+        threads=_threads(arguments.threads),
         jsonl=arguments.jsonl,
     )
+
+
+def _check_logprobs(logprobs: int | None, jsonl: str | None) -> None:
+    if logprobs is None:
+        return
+    if logprobs < 0:
+        raise ValueError(f"--logprobs {logprobs}: give a number of likeliest tokens from 0 on")
+    if jsonl is None:
+        raise ValueError(
+            f"--logprobs {logprobs}: log-probabilities are written as JSON lines: give --jsonl "
+            "FILE, or --jsonl - for standard output"
+        )
 
 
 def _check_written(jsonl: str | None) -> None:
@@ -177,6 +192,11 @@ def generate_parser() -> argparse.ArgumentParser:
     add("--prompt-file", metavar="FILE", help="a prompt a line, or JSON lines (.jsonl)")
     _add_drawing(parser)
     add("--batch-size", type=int, default=8, help="prompts continued together (default: 8)")
+    add(
+        "--logprobs", type=int, metavar="N",
+        help="write log-probabilities of each token of prompt and text to --jsonl, and of the N "
+        "likeliest at its place; those of a reproducible training have its bits",
+    )  # fmt: skip
     add("--jsonl", metavar="FILE", help="write results as JSON lines; -: to standard output")
     add(
         "--tokenizer",
@@ -197,11 +217,9 @@ def generate_parser() -> argparse.ArgumentParser:
         help="the tokenizer's special tokens around a prompt (default: as the model was trained)",
     )
     add(
-        "--cache",
-        action=flag,
-        default=True,
+        "--cache", action=flag, default=True,
         help="keep keys and values between tokens (default: yes)",
-    )
+    )  # fmt: skip
     add(
         "--check",
         action=flag,

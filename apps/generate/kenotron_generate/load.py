@@ -13,7 +13,15 @@ import torch
 from kenotron_ckpt import Manifest, load, open_safetensors, read_manifest, resolve_step
 from kenotron_dist import Mesh
 from kenotron_dist.placement import named_parameters
-from kenotron_engine import Layouts, assemble
+from kenotron_engine import (
+    Layouts,
+    ModelOnMesh,
+    ModelPlan,
+    Records,
+    as_trained,
+    assemble,
+    build_model,
+)
 from kenotron_models import (
     Build,
     DecoderSpec,
@@ -54,6 +62,8 @@ class Description:
     """Tokens that end a text: of generation_config.json where there is one, else of the config."""
     begin: int | None = None
     """Token that begins a text out of nothing."""
+    reproducible: dict[str, Any] | None = None
+    """Conditions of a training with `general.reproducible`; None: it was without."""
     caches: bool = True
     """True where its layers keep what they have read; transformers' own read the whole text
     again."""
@@ -90,6 +100,7 @@ def describe(path: str | Path) -> Description:
         hub=bool(imported),
         ends=_ends(generation),
         begin=generation.get("bos_token_id", spec.bos_token_id),
+        reproducible=state.get("reproducible"),
         caches=not isinstance(config, TransformersConfig),
     )
 
@@ -99,21 +110,52 @@ def load_model(described: Description, mesh: Mesh) -> Pipeline:
 
     Raises ValueError when the mesh does not fit the model, or a file is damaged.
     """
-    spec = described.model
 
     def read(stack: LayerStack, layouts: Layouts) -> None:
         wanted = {
             path: (parameter.detach().zero_(), layouts[path])  # padding is in no checkpoint
             for path, parameter in named_parameters(stack).items()
         }
-        if not described.is_foreign:
-            load(described.folder, wanted, mesh)
-            return
-        read_model(open_safetensors(described.folder)).load(wanted, mesh)
+        _fill(described, wanted, mesh)
 
     build = Build(mesh["tp"], dtype=getattr(torch, described.dtype), ep=mesh["ep"])
-    layers = build_decoder(spec, build)
-    return assemble(layers, mesh, read, costs=layer_costs(spec)).pipeline
+    layers = build_decoder(described.model, build)
+    return assemble(layers, mesh, read, costs=layer_costs(described.model)).pipeline
+
+
+def load_scorer(
+    described: Description, mesh: Mesh, *, threads: int | None
+) -> tuple[ModelOnMesh, str]:
+    """Build this rank's stage of a model that scores texts, and fill it. Collective over the mesh.
+
+    Args:
+        described: the model; that of a run with `general.reproducible` computes as it did, where
+            the mesh allows it.
+        mesh: any layout that the model fits.
+        threads: those that torch has; None: those of a reproducible run.
+
+    Returns:
+        The model, and a remark on the bits of a reproducible run; empty: they are its own.
+
+    Raises:
+        ValueError: as ``load_model``.
+    """
+    dtype, saved = getattr(torch, described.dtype), described.reproducible
+    if saved is not None and threads is None:
+        torch.set_num_threads(saved["threads"])
+    plan = ModelPlan(spec=described.model, dtype=dtype, draws=None)  # padding is 0
+    plan, remark = as_trained(plan, saved, mesh, scores=True)
+    model = ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh))
+    _fill(described, model.records(), mesh)
+    return model, remark
+
+
+def _fill(described: Description, wanted: Records, mesh: Mesh) -> None:
+    """Fill tensors of a checkpoint or a model folder. Collective over the mesh."""
+    if described.is_foreign:
+        read_model(open_safetensors(described.folder)).load(wanted, mesh)
+    else:
+        load(described.folder, wanted, mesh)
 
 
 def remark_on(described: Description) -> str:

@@ -18,7 +18,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -40,24 +40,40 @@ HUGGING_FACE = "transformers"
 ONE = "one process"
 MODE = ", reproducible"
 Step = Callable[[], object]
+EXPERTS = (
+    "model.model_config={is_qwen2_config: true, hidden_size: 128, intermediate_size: 352, "
+    "num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 257, "
+    "max_position_embeddings: 128, moe_config: {num_experts: 8, top_k: 2, "
+    "moe_intermediate_size: 176}}"
+)
+IN_CHUNKS = ("general.reproducible_max_cp=2", "general.reproducible_max_tp=1")
+MUON = ("optimizer.optimizer_factory={name: muon}", "optimizer.weight_average={decay: 0.99}")
+PAIRS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
+    "tp 2": ({"tp": 2}, (), ()),
+    "dp 2": ({"dp": 2}, (), ()),
+    "pp 2": ({"pp": 2}, (), ()),
+    "cp 2": ({"cp": 2}, (), IN_CHUNKS),
+    "dp 2, ep 2": ({"dp": 2, "ep": 2}, (EXPERTS,), ()),
+    "dp 2, Muon, average": ({"dp": 2}, MUON, ()),
+    "dp 2, further token": ({"dp": 2}, ("model.mtp={weight: 0.3}",), ()),
+}
+"""Layouts of both processes, with and without the mode: sizes, further keys, keys of the mode."""
 
 
-def configure(
-    more: tuple[str, ...] = (), pp: int = 1, dp: int = 1, tp: int = 1, mode: bool = False
-) -> Config:
+def configure(more: tuple[str, ...] = (), *, mode: bool = False, **sizes: int) -> Config:
     """The default with made-up tokens and the layout; the global batch stays the same.
 
     AdamW is fused, which the reproducible ``mode`` does not have. ``more``: further keys.
     """
     text = resources.files("kenotron_train").joinpath("default.yaml").read_text()
-    sizes = {"pp": pp, "dp": dp, "tp": tp}
+    sizes = {"pp": 1, "dp": 1, "tp": 1} | sizes
     changes: dict[str, object] = {f"parallelism.{name}": size for name, size in sizes.items()}
-    changes["parallelism.tp_mode"] = "REDUCE_SCATTER" if tp > 1 else "ALL_REDUCE"
+    changes["parallelism.tp_mode"] = "REDUCE_SCATTER" if sizes["tp"] > 1 else "ALL_REDUCE"
     changes["optimizer.optimizer_factory.torch_adam_is_fused"] = str(not mode).lower()
     changes["general.reproducible"] = str(mode).lower()
     changes["data_stages.0.data.dataset"] = "null"
     whole = parse_config(text, "default.yaml", [*more, *(f"{k}={v}" for k, v in changes.items())])
-    changes["tokens.micro_batch_size"] = whole.tokens.micro_batch_size // dp
+    changes["tokens.micro_batch_size"] = whole.tokens.micro_batch_size // sizes["dp"]
     return parse_config(text, "default.yaml", [*more, *(f"{k}={v}" for k, v in changes.items())])
 
 
@@ -99,25 +115,29 @@ def hugging_face(config: Config, batch: Batch) -> Step:
     return step
 
 
-def contestants(more: tuple[str, ...]) -> dict[str, tuple[Step, bool]]:
-    """Name -> (step, whether both processes take part)."""
+def contestants(more: tuple[str, ...], only: tuple[str, ...]) -> dict[str, tuple[Step, bool]]:
+    """Name -> (step, whether both processes take part); ``only``: names of ``PAIRS``; (): all."""
     solo = Mesh(MeshConfig(), 0, torch.device("cpu"))
     found = {ONE: (ours(configure(more), solo), False)}
-    if importlib.util.find_spec(HUGGING_FACE):
+    if importlib.util.find_spec(HUGGING_FACE) and not only:
         step = hugging_face(configure(more), first_batch(configure(more), solo))
         found[HUGGING_FACE] = (step, False)
     found[ONE + MODE] = (ours(configure(more, mode=True), solo), False)
-    for name in ("tp", "dp", "pp"):
-        of, axis = Mesh.connect(**{name: 2}), {name: 2}
-        found[f"{name} 2"] = (ours(configure(more, **axis), of), True)
-        if name != "tp" or configure(more).general.reproducible_max_tp > 1:
-            found[f"{name} 2{MODE}"] = (ours(configure(more, **axis, mode=True), of), True)
+    for name in only or PAIRS:
+        sizes, keys, of_mode = PAIRS[name]
+        of, given = Mesh.connect(**sizes), (*more, *keys)
+        found[name] = (ours(configure(given, **sizes), of), True)
+        if "tp" not in sizes or configure(more).general.reproducible_max_tp > 1:
+            exact = configure((*given, *of_mode), mode=True, **sizes)
+            found[name + MODE] = (ours(exact, of), True)
     return found
 
 
-def measure(mesh: Mesh, rounds: int, more: tuple[str, ...]) -> dict[str, list[float]]:
+def measure(
+    mesh: Mesh, rounds: int, more: tuple[str, ...], only: tuple[str, ...]
+) -> dict[str, list[float]]:
     """Seconds of every round on this rank, by contestant."""
-    steps = contestants(more)
+    steps = contestants(more, only)
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(WARM_UP + rounds):
@@ -140,23 +160,26 @@ def surroundings() -> dict[str, Any]:
     return {"system": platform.platform(), "cores": os.cpu_count(), **versions}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and print the contestants that flags name."""
     parser = argparse.ArgumentParser(description="Tokens per second of one training step.")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--set", action="append", default=[], help="key=value of the config")
-    options = parser.parse_args()
+    names = {"action": "append", "default": [], "choices": PAIRS}
+    parser.add_argument("--only", help="a layout; may be given several times", **names)
+    options = parser.parse_args(words)
     more = tuple(options.set)
-    ranks = spawn(measure, options.rounds, more, dp=2)
+    ranks = spawn(measure, options.rounds, more, tuple(options.only), dp=2)
     times = {n: [max(pair) for pair in zip(*(r[n] for r in ranks), strict=True)] for n in ranks[0]}
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
     tokens = configure(more).global_batch_tokens
-    print(f"{'contestant':<28} {'step ms':>8} {'tokens/s':>9}  of {ONE}  of the usual")
+    print(f"{'contestant':<33} {'step ms':>8} {'tokens/s':>9}  of {ONE}  of the usual")
     for name, median in medians.items():
         ratio, usual = median / medians[ONE], median / medians[name.removesuffix(MODE)]
         of_usual = f"{usual:>15.2f}" if name.endswith(MODE) else ""
-        print(f"{name:<28} {median * 1e3:>8.1f} {tokens / median:>9.0f} {ratio:>15.2f}{of_usual}")
-    if HUGGING_FACE not in medians:
+        print(f"{name:<33} {median * 1e3:>8.1f} {tokens / median:>9.0f} {ratio:>15.2f}{of_usual}")
+    if HUGGING_FACE not in medians and not options.only:
         print(f"{HUGGING_FACE} is not installed: pip install './apps/train[bench]'")
     if options.json:
         found = {**surroundings(), "tokens": tokens, "median_s": medians}

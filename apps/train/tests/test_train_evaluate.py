@@ -19,6 +19,7 @@ from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
 from kenotron_train.assemble import build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.evaluate.cli import evaluate_main
 from kenotron_train.evaluate.evaluation_job import script_of_evaluation
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.report.cli import report_main
@@ -111,6 +112,36 @@ def test_a_run_with_evaluations_has_the_losses_of_one_without(tmp_path, layout):
     assert last["validation_sources"] == last["evaluation"]["sources"]
     log = (tmp_path / "2/run/log.txt").read_text()
     assert f"evaluation: 6 | house_qa: acc {found[6]['tasks']['house_qa']['acc']:.4g} ± " in log
+
+
+MODE = {
+    "general__reproducible": "true",
+    "optimizer__optimizer_factory__torch_adam_is_fused": "false",
+    "model__dtype": "bfloat16",
+}
+PAGES = {
+    "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+    "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+}  # fmt: skip
+
+
+def test_in_the_reproducible_mode_a_run_finds_what_evaluate_finds(tmp_path):
+    """On another layout and in other batches: losses of sources and log-probabilities of texts."""
+    folders = [str(task_file(tmp_path / "tasks", "house_pages", **PAGES))]
+    section = section_in(tmp_path, tasks=["house_pages"], task_folders=folders, batch_size=3)
+    layout = {"parallelism__tp": 2, "parallelism__tp_mode": "REDUCE_SCATTER"}
+    steps = {"tokens__train_steps": 2, "checkpoints__checkpoint_interval": 2}
+    run(tmp_path, configure(tmp_path, section, **MODE, **layout, **steps))
+    (found,) = evaluations_of(tmp_path).values()
+    out = tmp_path / "found.json"
+    asked = ["--ckpt-path", str(tmp_path / "run/2"), "--output", str(out), "--batch-size", "1"]
+    with mock.patch.dict(os.environ, {"HF_DATASETS_CACHE": str(tmp_path / "cache")}):
+        assert evaluate_main([*asked, "--dp", "2"]) == 0
+    again = json.loads(out.read_text())
+    assert set(again["tasks"]["house_pages"]) >= {"word_perplexity", "bits_per_byte"}
+    assert {name: again[name] for name in ("tasks", "sources")} == {
+        name: found[name] for name in ("tasks", "sources")
+    }
 
 
 def test_an_interval_says_when_and_trackers_and_the_report_have_the_results(tmp_path, capsys):

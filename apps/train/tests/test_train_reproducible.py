@@ -15,7 +15,7 @@ from kenotron_ckpt import read_manifest
 from kenotron_config import Config, load_config
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_engine import ModelPlan
+from kenotron_engine import ModelPlan, as_trained, changed_conditions
 from kenotron_train import reproducible
 
 MODE = {
@@ -113,9 +113,9 @@ def test_conditions_are_compared() -> None:
     now = conditions_of(CONFIG)
     usual = replace(CONFIG, general=replace(CONFIG.general, reproducible=False))
     assert now is not None and conditions_of(usual) is None
-    assert reproducible.changed_conditions(now, now) == ""
-    assert reproducible.changed_conditions(None, None) == ""
-    told = reproducible.changed_conditions({**now, "torch": "1.0"}, now)
+    assert changed_conditions(now, now) == ""
+    assert changed_conditions(None, None) == ""
+    told = changed_conditions({**now, "torch": "1.0"}, now)
     assert f"torch was 1.0 and is {torch.__version__}" in told
 
 
@@ -129,14 +129,12 @@ def test_with_chunks_the_order_of_tokens_is_a_condition() -> None:
         ("cp_layout=contiguous", "cp_layout was zigzag and is contiguous: bits may change"),
     ):
         config = load_config(runs.TINY_LLAMA, [*flags, f"parallelism.{flag}"])
-        told = reproducible.changed_conditions(before, conditions_of(config))
+        told = changed_conditions(before, conditions_of(config))
         assert told == f"; general.reproducible: {words}"
 
 
 def computed(mesh: Mesh, scores: bool, saved: dict[str, Any]) -> tuple[int, int, str]:
-    plan, remark = reproducible.as_trained(
-        ModelPlan(spec=CONFIG.decoder), saved, mesh, scores=scores
-    )
+    plan, remark = as_trained(ModelPlan(spec=CONFIG.decoder), saved, mesh, scores=scores)
     return plan.virtual_shards, plan.virtual_chunks, remark
 
 

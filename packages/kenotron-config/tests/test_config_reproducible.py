@@ -76,7 +76,7 @@ REFUSED = {
     "optimizer.state_dtype: bfloat16": ("optimizer.state_dtype=bfloat16",),
     "optimizer.offload: True": ("optimizer.offload=true",),
     "optimizer.accumulate_grad_in_fp32: False": ("optimizer.accumulate_grad_in_fp32=false",),
-    "evaluate: a section": ("evaluate={tasks: [arc_easy]}",),
+    "tasks of evaluate score texts": (CHUNKS, ALONE, "evaluate={tasks: [arc_easy]}"),
     "metrics_logging: a section": ("metrics_logging={log_level: 1}",),
 }
 """The begin of a problem, and settings that have it."""
@@ -106,7 +106,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("model.dtype=bfloat16", "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"),
         ("general.reproducible_threads=4", "optimizer.nonfinite=skip"),
         ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER", "parallelism.dp=2"),
-        ("parallelism.dp=2", QWEN),
+        ("parallelism.dp=2", QWEN, "evaluate={tasks: [arc_easy]}"),
         ("parallelism.dp=2", STARCODER, MUON),
         ("parallelism.tp=2", "model.mtp={weight: 0.3}", "optimizer.spikes={}"),
         ("model.init_method={use_mup: true, base: {hidden_size: 8}}",),

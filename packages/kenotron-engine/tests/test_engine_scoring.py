@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from kenotron_engine import (
     ModelOnMesh,
     Row,
     Score,
+    TokenScore,
     Training,
     build_model,
     continue_texts,
     gradients_of,
     score_rows,
+    score_tokens,
 )
 from kenotron_models import Context, Sampling
 from kenotron_tp import TPMode
@@ -65,11 +68,18 @@ def by_hand(mesh: Mesh, spec) -> tuple[list[Row], list[Score], list[list[int]]]:
     return rows, scores, [greedy(training, list(row.tokens[:4])[:3], 6) for row in rows]
 
 
+def in_sum(tokens: list[TokenScore]) -> Score:
+    """A row's score from those of its tokens."""
+    greedy = all(token.likeliest[0][1] == token.logprob for token in tokens)
+    return Score(sum(token.logprob for token in tokens), greedy)
+
+
 def on_layout(mesh: Mesh, spec, mode: TPMode, way: AttentionWay, zero_stage: int, rows: list[Row]):
     """Scores with two batch sizes, and greedy tokens that stop in every second text."""
     of = plan(spec=spec, mode=mode, cp_mode=CPMode(way))
     training = training_of(mesh, of, zero_stage=zero_stage)
     scores = [score_rows(training, rows, batch_size) for batch_size in (2, 5)]
+    scores.append([in_sum(each) for each in score_tokens(training, rows, 3, likeliest=1)])
     count = [0] * len(rows)
 
     def ends(text: int, token: int) -> bool:
@@ -161,9 +171,21 @@ def test_texts_that_cannot_be_continued_are_errors_on_all_ranks() -> None:
 
 
 def exactly(mesh: Mesh, spec, shards: int, rows: list[Row], batch_size: int) -> list[Score]:
+    return score_rows(exact_model(mesh, spec, shards), rows, batch_size, multiple_of=5)
+
+
+def exact_model(mesh: Mesh, spec, shards: int) -> ModelOnMesh:
     of = plan(spec=spec, reproducible=True, virtual_shards=shards)
-    model = ModelOnMesh(plan=of, mesh=mesh, model=build_model(of, mesh))
-    return score_rows(model, rows, batch_size, multiple_of=5)
+    return ModelOnMesh(plan=of, mesh=mesh, model=build_model(of, mesh))
+
+
+def both(mesh: Mesh, *how: Any):
+    return exactly(mesh, *how), of_tokens(mesh, *how)
+
+
+def of_tokens(mesh: Mesh, spec, shards: int, rows: list[Row], batch_size: int):
+    model = exact_model(mesh, spec, shards)
+    return score_tokens(model, rows, batch_size, multiple_of=5, likeliest=3)
 
 
 def losses_of_steps(mesh: Mesh, spec, shards: int, rows: list[Row]) -> list[float]:
@@ -193,6 +215,13 @@ def test_reproducible_scores_are_the_losses_of_training_steps(spec, shards) -> N
     mesh, rows = Mesh.connect(), [Row(row.tokens, 1) for row in rows_of()]
     want = losses_of_steps(mesh, spec.decoder, shards, rows)
     assert [-score.logprob for score in exactly(mesh, spec.decoder, shards, rows, 3)] == want
+    tokens = of_tokens(mesh, spec.decoder, shards, rows, 3)
+    assert [-score.logprob for [score] in tokens] == want
+    # The likeliest tokens have the scores that they have in the row's place.
+    others = [Row([*rows[1].tokens[:-1], token], 1) for token, _ in tokens[1][0].likeliest]
+    scores = exactly(mesh, spec.decoder, shards, others, 2)
+    assert [each.logprob for each in scores] == [own for _, own in tokens[1][0].likeliest]
+    assert [each.greedy for each in scores] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +234,10 @@ def test_reproducible_scores_are_the_losses_of_training_steps(spec, shards) -> N
 def test_reproducible_scores_are_the_same_on_every_layout(spec, shards, layouts) -> None:
     mesh, rows = Mesh.connect(), rows_of()
     want = exactly(mesh, spec.decoder, shards, rows, 1)
+    each = of_tokens(mesh, spec.decoder, shards, rows, 1)
     for axes in layouts:
-        for found in on_ranks(exactly, spec.decoder, shards, rows, 4, **axes):
-            assert found == want
+        for found in on_ranks(both, spec.decoder, shards, rows, 4, **axes):
+            assert found == (want, each)
     # What comes later in a text counts for nothing: one token after the other is one row at once.
     row = rows[0]
     split = [Row(row.tokens[: n + 1], 1) for n in range(6, 10)]

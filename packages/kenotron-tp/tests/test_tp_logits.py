@@ -8,7 +8,7 @@ from tp_ranks import normal, part
 
 from kenotron_dist import Axis, all_reduce
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import choose_tokens, likeliest, top_k_top_p, vocabulary_chunk
+from kenotron_tp import choose_tokens, likeliest, likeliest_ids, top_k_top_p, vocabulary_chunk
 from kenotron_tp import logits as choosing
 from kenotron_tp.top_k_top_p import sortable, survivors, threshold, unsorted
 
@@ -120,6 +120,10 @@ def likeliest_of_rows(mesh):
     token, highest = likeliest(own, mesh["tp"], vocab_size=VOCAB)
     assert token.tolist() == logits.argmax(-1).tolist()
     assert torch.equal(highest.float().nan_to_num(1.0), logits.float().amax(-1).nan_to_num(1.0))
+    for count in (1, 100, VOCAB):  # a rank has fewer columns than 100
+        several = likeliest_ids(own, mesh["tp"], vocab_size=VOCAB, count=count)
+        order = logits.double().sort(dim=-1, descending=True, stable=True)[1][:, :count]
+        assert torch.equal(several[2:], order[2:]) and torch.equal(several[0], order[0])
 
 
 def everything(mesh):

@@ -17,7 +17,7 @@ from kenotron_command import FAILED, OK, add_layout, framed, layout_sizes
 from kenotron_config import Config, EvaluateConfig, unavailable
 from kenotron_data import tokenizer_libraries
 from kenotron_dist import Mesh, MeshConfig, explained, start
-from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
+from kenotron_engine import ModelOnMesh, ModelPlan, Validation, as_trained, build_model
 from kenotron_models import model_from_json
 from kenotron_train.called import called
 from kenotron_train.config_file import load_config, parse_config
@@ -28,7 +28,6 @@ from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
 from kenotron_train.evaluate.validation import validate_model
 from kenotron_train.log.printing import fail, say
-from kenotron_train.reproducible import as_trained
 
 CONFIG = "config.yaml"
 USER_ERRORS = (ValueError, OSError, ImportError)

@@ -80,7 +80,8 @@ class Evaluator:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         from kenotron_train.evaluate.harness import Harness
 
-        self._harness = Harness(self._section)
+        in_mode = self._model.plan.reproducible
+        self._harness = Harness(self._section, reproducible=in_mode)
         return self._harness.notes
 
     def evaluate(self, step: int, held_out: Callable[[], Validation | None]) -> Evaluation:

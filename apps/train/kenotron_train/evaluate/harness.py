@@ -29,10 +29,16 @@ BOOTSTRAPS = 1000
 
 
 class Harness:
-    """The tasks of an evaluation. On rank 0 alone."""
+    """The tasks of an evaluation. On rank 0 alone.
 
-    def __init__(self, section: EvaluateConfig) -> None:
-        self._section = section
+    Args:
+        section: names them.
+        reproducible: whether the model's scores have the same bits on every layout; ``notes`` name
+            tasks whose results do not.
+    """
+
+    def __init__(self, section: EvaluateConfig, *, reproducible: bool = False) -> None:
+        self._section, self._reproducible = section, reproducible
         tqdm.set_lock(threading.RLock())  # its own is a semaphore, which ranks do not give back
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it remarks on every default
         folders: list[str | Path] = [*section.task_folders]
@@ -134,6 +140,13 @@ class Harness:
                 f"dataset_path and dataset_kwargs in {file} (a relative path begins at "
                 f"{Path.cwd()}), put the data there, or leave the task out"
             ) from error
+        if self._reproducible:
+            self.notes += [
+                f"evaluate.tasks: {each} generates texts, which may differ between layouts, also "
+                "with general.reproducible"
+                for each, task in loaded["tasks"].items()
+                if task.get_config("output_type") == "generate_until"
+            ]
         if examples := self._section.fewshot_of(name):
             self.notes += [
                 f"evaluate.num_fewshot: {examples} has no effect on {each}: its file says 0, which "

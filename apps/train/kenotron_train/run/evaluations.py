@@ -76,7 +76,8 @@ class Evaluations:
             _check_job(self._job, config.data_stages if section.perplexity else (), own_model)
             self._seen = self._seen_before(step)
         else:
-            self._evaluator = Evaluator(self._training, section, tokenizer)
+            length = config.tokens.sequence_length
+            self._evaluator = Evaluator(self._training, section, tokenizer, length)
             for note in self._evaluator.notes:
                 self._report.say(note, "warning")
 

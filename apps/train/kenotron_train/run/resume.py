@@ -18,6 +18,7 @@ from kenotron_ckpt import (
     on_first,
     read_preferred,
 )
+from kenotron_engine import changed_conditions
 from kenotron_optim import AVERAGE, StepState
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import comparable
@@ -25,7 +26,7 @@ from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_state
-from kenotron_train.reproducible import changed_conditions, conditions
+from kenotron_train.reproducible import conditions
 from kenotron_train.run.adapters import check_adapter
 from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_base, load_initial

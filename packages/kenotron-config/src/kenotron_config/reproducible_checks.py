@@ -14,7 +14,7 @@ from kenotron_models.layers import AttentionSpec
 from kenotron_optim import unordered_settings
 
 MODE = "with general.reproducible: true"
-SECTIONS = ("evaluate", "lighteval", "metrics_logging")
+SECTIONS = ("lighteval", "metrics_logging")
 """Sections whose numbers are not shown to be the same on every layout."""
 
 
@@ -44,6 +44,13 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
                 found += _chunks(general, parallelism, spec)
         if general.reproducible_max_cp > 1:
             found += _whole_samples(general.reproducible_max_cp, model, sections.get("doremi"))
+    evaluate = sections.get("evaluate")
+    if evaluate and evaluate.tasks and general.reproducible_max_cp > 1:
+        rule = "tasks of evaluate score texts, which are not computed in chunks of a sample"
+        key = "general.reproducible_max_cp"
+        found.append(
+            _line(key, general.reproducible_max_cp, rule, "1, or leave evaluate.tasks out")
+        )
     if optimizer := sections.get("optimizer"):
         for line in unordered_settings(optimizer):
             key, _, rest = line.partition(" was given")

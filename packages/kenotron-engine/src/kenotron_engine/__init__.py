@@ -8,6 +8,12 @@ from kenotron_engine.assembly import (
     build_model,
     decoder_layers,
 )
+from kenotron_engine.conditions import (
+    Conditions,
+    as_trained,
+    changed_conditions,
+    process_conditions,
+)
 from kenotron_engine.continuation import continue_texts
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.device_read import DeviceRead
@@ -51,16 +57,19 @@ from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
 from kenotron_engine.stages import stages_of
 from kenotron_engine.step import StepResult, gradient, training_step
 from kenotron_engine.throughput import flops_utilization, tflops_per_rank
+from kenotron_engine.token_scores import TokenScore, score_tokens
 from kenotron_engine.training import Training, build_training
 
 __all__ = [
+    "GRADIENT_FLOOR",
+    "GRADIENT_TOLERANCE",
+    "NO_TARGET",
     "CPMode",
+    "Conditions",
     "DeviceRead",
     "DomainObjective",
     "DomainWeights",
     "FurtherToken",
-    "GRADIENT_FLOOR",
-    "GRADIENT_TOLERANCE",
     "LayerMetrics",
     "Layouts",
     "MicroBatchGraphs",
@@ -68,7 +77,6 @@ __all__ = [
     "Model",
     "ModelOnMesh",
     "ModelPlan",
-    "NO_TARGET",
     "NextToken",
     "Objective",
     "Parts",
@@ -79,13 +87,16 @@ __all__ = [
     "Share",
     "StageLayers",
     "StepResult",
+    "TokenScore",
     "Training",
     "Validation",
     "Whole",
+    "as_trained",
     "assemble",
     "batch_losses",
     "build_model",
     "build_training",
+    "changed_conditions",
     "continue_texts",
     "decoder_layers",
     "differences",
@@ -102,9 +113,11 @@ __all__ = [
     "objective_of",
     "perplexity",
     "pieces_of",
+    "process_conditions",
     "recompute_within",
     "replica_deviations",
     "score_rows",
+    "score_tokens",
     "slice_pieces",
     "stages_of",
     "sum_over",

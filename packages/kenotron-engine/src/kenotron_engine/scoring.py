@@ -10,6 +10,7 @@ T = B * S, K tokens with a score among them, D hidden, V vocabulary; ``/t`` is d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from kenotron_tp import (
     virtual_logits,
 )
 
-_TOKENS_AT_A_TIME = 1024
+TOKENS_AT_A_TIME = 1024
 """Tokens whose logits (K, V/t) exist at once."""
 
 
@@ -73,29 +74,44 @@ def score_rows(
         ValueError: a row has too few tokens for its score, or one outside the vocabulary; the
             model is in virtual chunks.
     """
+    found = torch.zeros(len(rows), 2, dtype=torch.float64, device=model.mesh.device)
+    adding_to = _adding_exactly if model.plan.reproducible else _adding_to
+    read_rows(model, rows, batch_size, multiple_of, partial(adding_to, found))
+    # Only ranks with the last layer have seen logits, and each dp rank its own rows alone.
+    found = all_reduce(found, model.mesh["pp", "dp", "cp"])
+    return [Score(-loss, misses == 0) for loss, misses in found.tolist()]
+
+
+def read_rows(
+    model: ModelOnMesh,
+    rows: Sequence[Row],
+    batch_size: int,
+    multiple_of: int,
+    taking: Callable[[ModelOnMesh, list[MicroBatch]], Callable[[Tensor, int], Tensor]],
+) -> None:
+    """Read all rows, and hand the input of the head to a loss.
+
+    Arguments as of ``score_rows``; ``taking`` makes the loss of the micro-batches of a pass.
+    Collective over the mesh. Raises ValueError as ``score_rows``.
+    """
     _check(rows, model.plan.spec.vocab_size, batch_size)
     mesh, exact = model.mesh, model.plan.reproducible
     most = model.plan.spec.max_position_embeddings
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row].tokens))
-    found = torch.zeros(len(rows), 2, dtype=torch.float64, device=mesh.device)
     passes = _passes(order, mesh.sizes["dp"], mesh.sizes["pp"], batch_size)
     if exact:
         check_whole_samples(model.plan, "scores of rows")
         groups = groupby(order, lambda row: _width(rows[row], multiple_of, most))
         each = (list(group) for _, group in groups)
         passes = (p for g in each for p in _passes(g, mesh.sizes["dp"], mesh.sizes["pp"], 1))
-    adding_to = _adding_exactly if exact else _adding_to
     for numbers, shape in passes:
         width = _width(rows[numbers[0]], multiple_of if exact else 1, most)
         own = shape[0] * shape[1]
         first = mesh["dp"].rank * own
         batch = _batch(rows, numbers[first : first + own], (*shape, width))
         share = model.share_of(batch.to(mesh.device))
-        loss = adding_to(found, model, share.micros)
+        loss = taking(model, share.micros)
         model.model.pipeline.evaluate(share.inputs, loss, share.contexts)
-    # Only ranks with the last layer have seen logits, and each dp rank its own rows alone.
-    found = all_reduce(found, mesh["pp", "dp", "cp"])
-    return [Score(-loss, misses == 0) for loss, misses in found.tolist()]
 
 
 def _width(row: Row, multiple_of: int, most: int) -> int:
@@ -156,7 +172,7 @@ def _adding_to(
             x = join_tokens(x, tp, len(labels))
         row_of = micro.samples_B.repeat_interleave(micro.labels_BS.shape[1])
         total = torch.zeros((), device=x.device)
-        for part in places.split(_TOKENS_AT_A_TIME) if len(places) else ():
+        for part in places.split(TOKENS_AT_A_TIME) if len(places) else ():
             logits = x[part]
             if head is not None:
                 logits = capped_logits(matmul(logits, head.weight), head.cap)
@@ -186,7 +202,7 @@ def _adding_exactly(
         micro = micros[microbatch]
         labels = micro.labels_BS.flatten()
         each = token_losses(model, x, labels)
-        best = torch.cat([best_of(part) for part in x.split(_TOKENS_AT_A_TIME)])
+        best = torch.cat([best_of(part) for part in x.split(TOKENS_AT_A_TIME)])
         misses = (best != labels) & (labels != NO_TARGET)
         sums = torch.stack([each.double(), misses.double()], -1).sum(0, keepdim=True)
         found.index_add_(0, micro.samples_B.clamp_min(0), sums)  # of padding 0

@@ -5,7 +5,7 @@ from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.fused_cross_entropy_sum import tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logit_cap import capped_logits
-from kenotron_tp.logits import check_sampling, choose_tokens, likeliest
+from kenotron_tp.logits import check_sampling, choose_tokens, likeliest, likeliest_ids
 from kenotron_tp.matmul import How, matmul
 from kenotron_tp.mode import TPMode
 from kenotron_tp.parallelize import parallelize
@@ -32,6 +32,7 @@ __all__ = [
     "from_shards",
     "join_tokens",
     "likeliest",
+    "likeliest_ids",
     "mark_partial",
     "matmul",
     "parallelize",

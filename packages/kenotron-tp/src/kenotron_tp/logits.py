@@ -91,6 +91,37 @@ def likeliest(logits_BV: Tensor, axis: Axis, *, vocab_size: int) -> tuple[Tensor
     return _highest(logits_BV.detach()[:, : max(vocab_size - first, 0)], first, axis)
 
 
+def likeliest_ids(logits_BV: Tensor, axis: Axis, *, vocab_size: int, count: int) -> Tensor:
+    """Tokens of the highest logits of every row, the highest first, the lowest id of equals first.
+
+    Gathers two numbers for each row, rank and token.
+
+    Args:
+        logits_BV: (B, V/t), this rank's columns.
+        axis: the tp axis.
+        vocab_size: V, without the columns that pad it.
+        count: N, from 1 to V.
+
+    Returns:
+        (B, N) int64, the same on every rank.
+
+    Raises:
+        ValueError: the columns do not hold the vocabulary, or they are fewer than N.
+    """
+    _check_shape(logits_BV, axis, vocab_size)
+    if not 1 <= count <= vocab_size:
+        raise ValueError(f"count {count}: give 1 to {vocab_size} tokens, the vocabulary")
+    first = axis.rank * logits_BV.shape[-1]
+    own = logits_BV.detach()[:, : max(vocab_size - first, 0)].double()
+    best, places = own.sort(dim=-1, descending=True, stable=True)
+    best, places = best[:, :count], places[:, :count] + first
+    found = own.new_full((2, len(own), count), -torch.inf)  # a rank may have fewer tokens
+    found[0, :, : best.shape[1]], found[1, :, : best.shape[1]] = best, places
+    scores, ids = all_gather(found[None], axis).unbind(1)  # (t, B, N)
+    order = scores.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)[1]
+    return ids.transpose(0, 1).flatten(1).gather(1, order[:, :count]).long()
+
+
 def _log_odds(x_BV: Tensor, alive_BV: Tensor, temperature: float, axis: Axis) -> Tensor:
     """Log of every probability over that of the row's likeliest, at 0: fp64 (B, V/t).
 
