@@ -69,7 +69,7 @@ class Planner:
     ) -> None:
         self.measured = MeasuredModel(plan, imbalance=imbalance)
         self.timed = TimedModel(self.measured, machine)
-        self.machine, self.room = machine, room
+        self.room = room
         self.reserved = machine["reserved"]
         self.blocks = len(self.measured.kinds)
         foreign = isinstance(plan.spec, TransformersSpec)
