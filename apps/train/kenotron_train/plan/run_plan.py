@@ -9,6 +9,7 @@ from kenotron_config import Config
 from kenotron_models import TransformersSpec
 from kenotron_train.cost.cost_plan import check_measured, cost_plan
 from kenotron_train.cost.recomputed import recomputed
+from kenotron_train.plan.knobs import check_search
 from kenotron_train.plan.layouts import (
     CP_OF_TRANSFORMERS,
     Refused,
@@ -83,7 +84,7 @@ def plan_of_run(
 
     Raises:
         ValueError: the config cannot be run, its model is one of transformers in one piece or on
-            ranks of cp, or no layout is legal.
+            ranks of cp, it allows no value of a key of ``search``, or no layout is legal.
     """
     if problems := cannot_run(config):
         raise ValueError("\n".join(problems))
@@ -94,6 +95,7 @@ def plan_of_run(
             raise ValueError(CP_OF_TRANSFORMERS)
     if search and ranks is None:
         raise ValueError(f"--search {','.join(search)}: it goes with --ranks or --gpus")
+    check_search(config, search)
     if objective == "price" and price is None:
         raise ValueError("--objective price: give --price, of a device and hour")
     stages = range(len(config.data_stages))
