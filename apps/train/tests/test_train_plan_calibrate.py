@@ -43,7 +43,7 @@ def test_what_can_be_measured_is_and_the_rest_is_that_of_a_known_machine(
     on_four = (*runs_there, "--machine", str(file), "--ranks", "4", "--json", f"{file}.plan")
     assert cli.main(["plan", *on_four]) == 0  # on two nodes, between which nothing was measured
     plan = json.loads((tmp_path / "mine.json.plan").read_text())
-    assert all(each["times"] == "from a data sheet, unproved" for each in plan["layouts"])
+    assert all(each["times"] == "not measured here" for each in plan["layouts"])
 
 
 def test_numbers_that_are_not_measured_are_those_of_the_machine_that_is_given(tmp_path, capfd):

@@ -82,6 +82,7 @@ def test_the_program_says_what_a_search_does_not_know(capsys):
     assert status == 0 and max(map(len, out.splitlines())) <= 100
     assert 'model.dtype="float32", model.compile=true' in out or 'model.dtype="bfloat16"' in out
     assert "Searched: all layouts have model.compile: true" in out
+    assert "Experts: there are none; --imbalance 1.5 changes nothing" in out
     for flags, words in (
         (names, "--search dtype,compile: it goes with --ranks or --gpus"),
         (("--ranks", "2", "--search", "seed"), "--search seed: give some of dtype, accumulate"),

@@ -118,6 +118,11 @@ def test_check_says_what_is_not_counted_of_rows_that_are_cut(tmp_path, capsys):
     assert "activations" in out and "sends over cp is not counted" in out
     assert cli.main(["plan", "--config-file", str(runs.TINY_LLAMA), *flags]) == 2
     assert "sends over cp is not counted; plan it with cp 1" in capsys.readouterr().err
+    flags[-1] = "parallelism.cp=1"
+    flags += ["--ranks", "4", "--search", "offload,compile"]
+    assert cli.main(["plan", "--config-file", str(runs.TINY_LLAMA), *flags]) == 2
+    err = capsys.readouterr().err
+    assert "--search compile: leave it out" in err and "no layout is legal" not in err
 
 
 def test_a_model_in_one_piece_and_an_unknown_family_are_refused(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -44,7 +45,7 @@ class CostPlan:
     """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
     off."""
 
-    @property
+    @cached_property
     def leaves(self) -> SampleLeaves | None:
         """Leaves of the tree in which the reproducible mode adds gradients."""
         if self.virtual_chunks is None:
@@ -56,12 +57,12 @@ class CostPlan:
         """Return the adapters of a block, named as those of layer 0."""
         return None if self.adapter is None else self.adapter.of_layer(block)
 
-    @property
+    @cached_property
     def row_tokens(self) -> int:
         """Tokens of a row on one rank of cp, padding included."""
         return self.cp_mode.cut(self.sequence, self.parallelism.cp).local
 
-    @property
+    @cached_property
     def on_accelerator(self) -> bool:
         """True where sizes are those of an accelerator, for which half precision is meant."""
         if self.device == "cpu":

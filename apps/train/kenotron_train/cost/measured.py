@@ -27,7 +27,7 @@ from kenotron_models import (
 )
 from kenotron_models.layers import ExpertsSpec
 from kenotron_tp import tokens_at_a_time
-from kenotron_train.cost.cost_plan import CostPlan, measured_blocks
+from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.stage_tensors import StageTensors
 
 FLOATS_ON_CPU = 2**20
@@ -45,13 +45,7 @@ class MeasuredModel(StageTensors):
     """
 
     def __init__(self, plan: CostPlan, *, exact: bool = False, imbalance: float = 1.0) -> None:
-        super().__init__()
-        blocks = [(each, plan.adapter_of(n)) for n, each in enumerate(measured_blocks(plan.spec))]
-        kinds = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
-        self.kinds = [kinds[block] for block in blocks]
-        """Number of the kind of each block."""
-        self.first = {kind: self.kinds.index(kind) for kind in kinds.values()}
-        """A block of each kind."""
+        super().__init__(plan)
         self.exact, self.imbalance = exact, imbalance
 
     def kept(self, plan: CostPlan, kind: int, again: Recompute) -> int:
@@ -112,13 +106,19 @@ class MeasuredModel(StageTensors):
 
     def kernels(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[KernelWork, KernelWork]:
         """Return the kernels of a micro-batch of a block, forward and backward."""
-        sizes = plan.parallelism
-        key = "kernels", kind, sizes.tp, sizes.tp_mode, sizes.ep, again, plan.dtype
+        share = plan.micro_batch_size * plan.row_tokens / plan.sequence
+        forward, backward = self._kernels(plan, kind, again)
+        return forward.times(share), backward.times(share)
+
+    def _kernels(
+        self, plan: CostPlan, kind: int, again: Recompute
+    ) -> tuple[KernelWork, KernelWork]:
+        """Return those of a whole row."""
+        sizes, fused = plan.parallelism, plan.on_accelerator
 
         def measure() -> tuple[KernelWork, KernelWork]:
             given = self._block(plan, kind, again)
             given |= {"rows": 1, "sequence": plan.sequence, "ep": sizes.ep}
-            fused = plan.on_accelerator
             found = block_kernels(**given, fused_norms=fused)
             forward, backward = (
                 self.uneven(
@@ -128,29 +128,31 @@ class MeasuredModel(StageTensors):
             )
             return replace(found[0], nbytes=forward), replace(found[1], nbytes=backward)
 
-        share = plan.micro_batch_size * plan.row_tokens / plan.sequence
-        forward, backward = self.once(key, measure)
-        return forward.times(share), backward.times(share)
+        key = "kernels", kind, sizes.tp, sizes.tp_mode, sizes.ep, again, plan.dtype
+        return self.once(key, measure)
 
     def sent(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, int]:
         """Return the bytes that a rank sends for a micro-batch of a block over tp, ep and cp."""
-        sizes, rows = plan.parallelism, self._rows(plan)
+        sizes = plan.parallelism
         if sizes.tp * sizes.ep * sizes.cp == 1:
             return {}
-        sequence = plan.row_tokens if self.exact else plan.sequence
-        given = self._block(plan, kind, again) | {"rows": rows, "sequence": sequence}
-        key = kind, sizes.tp, sizes.tp_mode, again, rows, sequence, plan.dtype
-        found = self.once(("sent", sizes.ep, *key), lambda: sent_bytes(**given, ep=sizes.ep))
-        many = plan.micro_batch_size // rows
-        share = many * plan.row_tokens / sequence
-        found = {axis: int(sent * share) for axis, sent in found.items()}
+        given = self._block(plan, kind, again)
+        if self.exact:
+            found = sent_bytes(**given, ep=sizes.ep)
+        else:
+            share = plan.micro_batch_size * plan.row_tokens / plan.sequence
+            row = Counter[str]()
+            for each in self._kernels(plan, kind, again):
+                row.update(each.sent)
+            found = {axis: int(sent * share) for axis, sent in row.items()}
         if sizes.cp > 1 and not isinstance(given["block"], TransformersBlock):
             cut = plan.cp_mode.cut(plan.sequence, sizes.cp)
             way = way_of(plan.cp_mode, plan.spec, sizes.grid)
-            found["cp"] = many * self.once(
-                ("over cp", sizes.cp, *key),
-                lambda: sequence_bytes(given["block"], rows, cut, way, sizes.tp, plan.dtype, again),
-            )
+            rows = self._rows(plan)
+            key = "over cp", kind, sizes.cp, sizes.tp, again, rows, plan.dtype
+            given = given["block"], rows, cut, way, sizes.tp, plan.dtype, again
+            one = self.once(key, lambda: sequence_bytes(*given))
+            found["cp"] = plan.micro_batch_size // rows * one
         return found
 
     def held(self, plan: CostPlan, rank: int, again: Sequence[Recompute]) -> dict[str, int]:
@@ -219,9 +221,9 @@ class MeasuredModel(StageTensors):
 
     def _block(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, Any]:
         """Return the arguments of what measures a block, with all rows of a micro-batch."""
-        number = self.first[kind]
+        block, adapter = self.of_kind[kind]
         return {
-            "block": measured_blocks(plan.spec)[number],
+            "block": block,
             "width": plan.spec.hidden_size,
             "rows": plan.micro_batch_size,
             "sequence": plan.row_tokens,
@@ -230,7 +232,7 @@ class MeasuredModel(StageTensors):
             "dtype": plan.dtype,
             "residual": torch.float32 if plan.spec.residual_in_fp32 else None,
             "recompute": again,
-            "adapter": plan.adapter_of(number),
+            "adapter": adapter,
         }
 
 

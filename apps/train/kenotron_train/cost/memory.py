@@ -54,7 +54,7 @@ def peak_memory(
     """
     found = (
         PeakMemory(name, rank, held)
-        for rank in range(plan.parallelism.pp)
+        for rank in measured.differing(plan, again)
         for name, held in zip(
             (FORWARD, BACKWARD, UPDATE),
             instants(plan, measured, again, rank, reserved),

@@ -6,8 +6,9 @@ Everything is made when it is first asked for, once for each way of cutting the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from kenotron_dist import Axis
@@ -16,14 +17,15 @@ from kenotron_engine import stages_of
 from kenotron_models import (
     Build,
     LayerStack,
+    Recompute,
     TransformersSpec,
     adapt,
     build_decoder,
     layer_costs,
 )
 from kenotron_optim import Held, slice_ranks
-from kenotron_pp import NamedLayers, Schedule, Stages, simulate
-from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
+from kenotron_pp import NamedLayers, Schedule, Stages, peak_live
+from kenotron_train.cost.cost_plan import CostPlan, measured_blocks, mesh_sizes
 from kenotron_train.cost.machine import bucket_bytes, sent_over_data, stage_tensors, state_bytes
 
 T = TypeVar("T")
@@ -39,8 +41,10 @@ class PlannedStage:
     """Its layers."""
     chunks: list[list[int]]
     """Numbers of the blocks of each of its parts."""
+    kind: int
+    """Equal for ranks with equal layers, of any pipeline."""
 
-    @property
+    @cached_property
     def blocks(self) -> list[int]:
         """Numbers of all its blocks."""
         return [each for chunk in self.chunks for each in chunk]
@@ -49,8 +53,15 @@ class PlannedStage:
 class StageTensors:
     """Layers and tensors of a model's stages; plans of one model differ in their layouts."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: CostPlan) -> None:
+        blocks = [(each, plan.adapter_of(n)) for n, each in enumerate(measured_blocks(plan.spec))]
+        self.of_kind = [*dict.fromkeys(blocks)]
+        """Block and adapters of each kind."""
+        numbers = {block: number for number, block in enumerate(self.of_kind)}
+        self.kinds = [numbers[block] for block in blocks]
+        """Number of the kind of each block."""
         self._known: dict[Hashable, Any] = {}
+        self._stage_kinds: dict[Hashable, int] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what a key stands for, made when it is first asked for."""
@@ -76,17 +87,33 @@ class StageTensors:
         key = "tensors", sizes.pp, sizes.tp, sizes.ep, sizes.pp_engine, sizes.pp_chunks
         return self.once(key, lambda: self._tensors(plan))
 
+    def differing(self, plan: CostPlan, again: Sequence[Recompute]) -> list[int]:
+        """Return ranks of pp that stand for all others.
+
+        Of ranks with equal layers they are the first one, and the first one of those that have most
+        parts of micro-batches alive.
+        """
+        live = self.live(plan.parallelism.schedule, plan.parallelism.pp, plan.microbatches)
+        first, fullest = dict[Hashable, int](), dict[Hashable, int]()
+        for rank, stage in enumerate(self.stages(plan)):
+            key = stage.kind, tuple(again[block] for block in stage.blocks)
+            first.setdefault(key, rank)
+            if live[rank] > live[fullest.setdefault(key, rank)]:
+                fullest[key] = rank
+        return sorted({*first.values(), *fullest.values()})
+
     def states(self, plan: CostPlan, rank: int) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer state of a rank of pp."""
-        return self._of_tensors(plan, rank, "states", lambda each: state_bytes(plan, [each]))
+        return self._added(plan, rank, state_bytes, plan.microbatches if plan.leaves else 0)
 
     def sent_over_data(self, plan: CostPlan, rank: int) -> dict[str, int]:
         """Return the bytes that a rank of pp sends in a step over dp and edp."""
-        return self._of_tensors(plan, rank, "data", lambda each: sent_over_data(plan, [each]))
+        return self._added(plan, rank, sent_over_data, plan.microbatches)
 
     def buckets(self, plan: CostPlan, rank: int) -> int:
         """Return the bytes of the buckets of gradients that a rank of pp fills or sends."""
-        return bucket_bytes(plan, self.tensors(plan)[rank].elements())
+        key = "buckets", self.stages(plan)[rank].kind, plan.microbatches, _cut_of_data(plan)
+        return self.once(key, lambda: bucket_bytes(plan, self.tensors(plan)[rank].elements()))
 
     def updated(self, plan: CostPlan, rank: int) -> int:
         """Return the elements of the largest slice that a rank of pp updates."""
@@ -115,7 +142,7 @@ class StageTensors:
 
         def peaks(n: int) -> tuple[int, ...]:
             key = "live", schedule.name, schedule.chunks, pp, n
-            return self.once(key, lambda: simulate(schedule, pp, n).peak_live)
+            return self.once(key, lambda: peak_live(schedule, pp, n))
 
         few, more = (n * pp * schedule.chunks + many % pp for n in STEADY)
         if many <= more:
@@ -125,22 +152,24 @@ class StageTensors:
             for first, last in zip(peaks(few), peaks(more), strict=True)
         ]
 
-    def _of_tensors(
-        self, plan: CostPlan, rank: int, what: str, count: Callable[[Held], dict[str, int]]
+    def _added(
+        self,
+        plan: CostPlan,
+        rank: int,
+        count: Callable[[CostPlan, list[Held]], dict[str, int]],
+        often: int,
     ) -> dict[str, int]:
-        """Add up what tensors of a rank hold or send."""
-        optimizer, sizes = plan.optimizer, plan.parallelism
-        data = sizes.dp, sizes.cp, sizes.tp, sizes.ep, int(optimizer.zero_stage)
-        often = plan.microbatches if what == "data" or plan.leaves else 0
-        data = (
-            *data, optimizer.shard_ranks, optimizer.offload, optimizer.accumulate_grad_in_fp32,
-            plan.dtype,
-        )  # fmt: skip
-        found = Counter[str]()
-        for each, times in self.tensors(plan)[rank].items():
-            of_one = self.once((what, each, data, often), lambda each=each: count(each))
-            found.update({name: size * times for name, size in of_one.items()})
-        return dict(found)
+        """Add up what the tensors of a rank hold or send, once for ranks with equal layers."""
+        cut = count, often, *_cut_of_data(plan)
+
+        def added() -> dict[str, int]:
+            found = Counter[str]()
+            for each, times in self.tensors(plan)[rank].items():
+                of_one = self.once((each, cut), partial(count, plan, [each]))
+                found.update({name: size * times for name, size in of_one.items()})
+            return dict(found)
+
+        return self.once((self.stages(plan)[rank].kind, cut), added)
 
     def _layers(self, plan: CostPlan) -> NamedLayers:
         """Return all layers of the model on a rank of tp and ep, on meta."""
@@ -168,7 +197,10 @@ class StageTensors:
             chunks = [[name for name, _ in own] for own in stages.chunks(layers, rank)]
             blocks = [[n for name in own for n in _block_of(plan, name)] for own in chunks]
             names = [name for own in chunks for name in own]
-            found.append(PlannedStage(names, blocks))
+            kinds = (*(tuple(self.kinds[n] for n in own) for own in blocks),)
+            key = kinds, tuple(name for name in names if not name.startswith("layers."))
+            kind = self._stage_kinds.setdefault(key, len(self._stage_kinds))
+            found.append(PlannedStage(names, blocks, kind))
         return found
 
     def _tensors(self, plan: CostPlan) -> list[Counter[Held]]:
@@ -204,6 +236,15 @@ class StageTensors:
             )
             for name, layer in layers
         }
+
+
+def _cut_of_data(plan: CostPlan) -> tuple[Hashable, ...]:
+    """Return what the gradients and states of a tensor depend on."""
+    sizes, optimizer = plan.parallelism, plan.optimizer
+    return (
+        sizes.dp, sizes.cp, sizes.tp, sizes.ep, int(optimizer.zero_stage), optimizer.shard_ranks,
+        optimizer.offload, optimizer.accumulate_grad_in_fp32, plan.dtype,
+    )  # fmt: skip
 
 
 def _built(plan: CostPlan, tp: Axis, ep: Axis) -> NamedLayers:

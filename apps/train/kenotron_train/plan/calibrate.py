@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,7 +71,7 @@ def _measure(
         machine = base or machine_named(_kind(mesh.device))
         measured = {key: mean(rank[key] for rank in ranks) for key in ranks[0]}
         new = _machine(machine, measured, mesh, name)
-        replace_text(target, json.dumps(_values(new), indent=2) + "\n")
+        replace_text(target, json.dumps(asdict(new), indent=2) + "\n")
         for sizes, rate in shapes.items():
             say(f"product of {sizes}: {rate / 1e12:.3g} TFLOP/s")
         for line in new.sources():
@@ -137,16 +137,6 @@ def _machine(base: Machine, measured: dict[str, float], mesh: Mesh, dtype: str) 
         base, name=f"{host}, from {base.name}", date=day, devices=devices, dtype=dtype,
         numbers=numbers,
     )  # fmt: skip
-
-
-def _values(machine: Machine) -> dict[str, object]:
-    """Return a machine file's values."""
-    return {**asdict(machine), "numbers": dict(_numbers(machine))}
-
-
-def _numbers(machine: Machine) -> Iterator[tuple[str, dict[str, object]]]:
-    for key, number in machine.numbers.items():
-        yield key, {name: value for name, value in asdict(number).items() if value is not False}
 
 
 def calibrate_parser() -> argparse.ArgumentParser:

@@ -51,6 +51,22 @@ def knobs_of(names: Sequence[str], dp: int, ranks: int) -> list[Knobs]:
     return [*product(*found)]
 
 
+def check_search(config: Config, names: Sequence[str]) -> None:
+    """Raise ValueError for a key of which a config allows no value that a search tries."""
+    for name in names:
+        key, values = KEYS[name]
+        refused = []
+        for value in values:
+            try:
+                with_knobs(config, ((key, value),))
+            except ValueError as error:
+                refused.append(str(error))
+        if len(refused) == len(values):
+            raise ValueError(
+                f"--search {name}: leave it out: no value that it tries is legal. {refused[0]}"
+            )
+
+
 def with_knobs(config: Config, knobs: Knobs) -> Config:
     """Return a config with other values of keys. Raises ValueError where it is not legal."""
     sections: dict[str, dict[str, object]] = {}

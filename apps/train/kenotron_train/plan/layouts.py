@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
 
 from kenotron_config import Config
@@ -194,20 +196,23 @@ def _variants(
 ) -> Iterator[tuple[PlannedLayout, CostPlan]]:
     """Yield a legal layout with every order of the pipeline and every size of micro-batches."""
     plan = cost_plan(first)
+    sizes = plan.parallelism
+    orders = [
+        (
+            engine,
+            sizes
+            if engine == sizes.pp_engine
+            else replace(sizes, pp_engine=engine, pp_chunks=None),
+        )
+        for engine in engines
+    ]
     for size in MICRO_BATCHES:
         if plan.microbatches % size:
             continue
-        for engine in engines:
-            sizes = replace(plan.parallelism, pp_engine=engine)
-            if engine != first.parallelism.pp_engine:
-                sizes = replace(sizes, pp_chunks=None)
-            yield (
-                replace(layout, engine=engine, micro_batch=size),
-                replace(
-                    plan, parallelism=sizes, micro_batch_size=size,
-                    microbatches=plan.microbatches // size,
-                ),
-            )  # fmt: skip
+        many = plan.microbatches // size
+        for engine, parallelism in orders:
+            cut = replace(plan, parallelism=parallelism, micro_batch_size=size, microbatches=many)
+            yield replace(layout, engine=engine, micro_batch=size), cut
 
 
 def _engines(config: Config, layout: PlannedLayout, refused: Refused) -> Iterator[Engine]:
@@ -221,9 +226,40 @@ def _engines(config: Config, layout: PlannedLayout, refused: Refused) -> Iterato
             yield engine
 
 
-def divisors(number: int) -> list[int]:
+def nearest_legal(config: Config, ranks: int) -> int | None:
+    """Return the number of ranks nearest to N that has a legal layout; None where none is near.
+
+    A size of an axis that is not legal alone is legal in no layout.
+    """
+    foreign = isinstance(config.decoder, TransformersSpec)
+
+    @cache
+    def legal(dp: int, pp: int, cp: int, tp: int) -> bool:
+        if foreign and cp > 1:
+            return False
+        try:
+            with_layout(config, PlannedLayout(dp, pp, cp, tp, zero=int(dp * cp > 1)))
+        except ValueError:
+            return False
+        return True
+
+    def has_one(number: int) -> bool:
+        found = ((number // (pp * cp * tp), pp, cp, tp) for pp, cp, tp in _factors(number, 3))
+        return any(
+            legal(dp, 1, 1, 1) and legal(1, pp, 1, 1) and legal(1, 1, 1, tp)
+            and legal(1, 1, cp, tp) and legal(dp, pp, cp, tp)
+            for dp, pp, cp, tp in found
+        )  # fmt: skip
+
+    near = (each for off in range(1, ranks) for each in (ranks - off, ranks + off))
+    return next(filter(has_one, near), None)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors of a number, in order."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return *small, *(number // each for each in reversed(small) if each * each != number)
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:

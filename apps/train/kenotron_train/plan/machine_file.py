@@ -26,7 +26,7 @@ NUMBERS = {
     "watts": "power of a device in use",
 }
 """Numbers that a machine file has, by key."""
-CALIBRATED, UNPROVED = "calibrated here", "from a data sheet, unproved"
+CALIBRATED, UNPROVED = "calibrated here", "not measured here"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kenotron_ckpt import replace_text
-from kenotron_pp import Event
 from kenotron_train.cost.memory import instants
 from kenotron_train.plan.search import Estimate, Planner
 from kenotron_train.report.charts import COLOURS, Line, line_chart, picture
@@ -42,7 +41,7 @@ def memory_curve(planner: Planner, estimate: Estimate, rank: int) -> Points:
         note(event.start)
         if event.action.kind == "F":
             alive += 1
-            note(event.end, ends if _is_last(event, schedule.chunks) else 0.0)
+            note(event.end, ends if event.action.chunk == schedule.chunks - 1 else 0.0)
         elif event.action.kind in ("B", "I"):
             note(event.start, working)
             note(event.end, working)
@@ -50,11 +49,6 @@ def memory_curve(planner: Planner, estimate: Estimate, rank: int) -> Points:
             note(event.end)
     note(estimate.time.seconds)
     return found
-
-
-def _is_last(event: Event, chunks: int) -> bool:
-    """Return True for the part of a rank that may have the head."""
-    return event.action.chunk == chunks - 1
 
 
 def shown_ranks(pp: int, fullest: int) -> list[int]:

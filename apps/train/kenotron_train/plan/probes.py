@@ -15,7 +15,7 @@ from kenotron_models import Build, Context, Kernels
 from kenotron_models.families import LlamaConfig
 from kenotron_models.layers import Block
 from kenotron_tp import matmul
-from kenotron_train.plan.step_time import BACKWARD_OF_ATTENTION
+from kenotron_train.plan.work import BACKWARD_OF_ATTENTION
 
 LEAST = 5
 """Repetitions at least; their median counts, as a training is interrupted as often."""

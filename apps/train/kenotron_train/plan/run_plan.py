@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from kenotron_config import Config
 from kenotron_models import TransformersSpec
-from kenotron_train.cost.cost_plan import CostPlan, check_measured, cost_plan
+from kenotron_train.cost.cost_plan import check_measured, cost_plan
 from kenotron_train.cost.recomputed import recomputed
+from kenotron_train.plan.knobs import check_search
 from kenotron_train.plan.layouts import (
     CP_OF_TRANSFORMERS,
     Refused,
     legal_layouts,
+    nearest_legal,
     own_layout,
     with_layout,
 )
@@ -22,7 +24,6 @@ from kenotron_train.plan.search import (
     Found,
     Objective,
     Planner,
-    changes_that_fit,
     neighbours,
 )
 from kenotron_train.plan.table import GB, PlannedRun
@@ -83,15 +84,18 @@ def plan_of_run(
 
     Raises:
         ValueError: the config cannot be run, its model is one of transformers in one piece or on
-            ranks of cp, or no layout is legal.
+            ranks of cp, it allows no value of a key of ``search``, or no layout is legal.
     """
     if problems := cannot_run(config):
         raise ValueError("\n".join(problems))
     plan = cost_plan(config)
     if isinstance(plan.spec, TransformersSpec):
-        _check_foreign(plan)
+        check_measured(plan.spec)
+        if plan.parallelism.cp > 1:
+            raise ValueError(CP_OF_TRANSFORMERS)
     if search and ranks is None:
         raise ValueError(f"--search {','.join(search)}: it goes with --ranks or --gpus")
+    check_search(config, search)
     if objective == "price" and price is None:
         raise ValueError("--objective price: give --price, of a device and hour")
     stages = range(len(config.data_stages))
@@ -117,13 +121,6 @@ def plan_of_run(
     return planned
 
 
-def _check_foreign(plan: CostPlan) -> None:
-    """Refuse a model of transformers of which too little is known."""
-    check_measured(plan.spec)
-    if plan.parallelism.cp > 1:
-        raise ValueError(CP_OF_TRANSFORMERS)
-
-
 def _remedies(config: Config, planner: Planner, own: Estimate) -> Iterator[str]:
     """Yield the knobs that make a layout fit, the cheapest first."""
     named, estimates = {}, []
@@ -134,10 +131,11 @@ def _remedies(config: Config, planner: Planner, own: Estimate) -> Iterator[str]:
             continue
         named[layout] = knob
         estimates.append(planner.estimate(layout, plan, recomputed(plan), exact=False))
-    found = changes_that_fit(estimates, own)
-    if not found:
+    fitting = sorted((e for e in estimates if e.fits), key=lambda each: each.time.seconds)
+    if not fitting:
         yield "No single knob makes it fit: search all layouts with --ranks"
-    for each, ratio in found[:SHOWN_REMEDIES]:
+    for each in fitting[:SHOWN_REMEDIES]:
+        ratio = each.time.seconds / own.time.seconds
         saved = (own.memory.total - each.memory.total) / GB
         dp = f" with parallelism.dp={each.layout.dp}" if each.layout.dp != own.layout.dp else ""
         yield (
@@ -150,13 +148,6 @@ def _none_legal(config: Config, ranks: int, refused: Refused) -> str:
     """Return why there is no legal layout, and the nearest number of ranks that has one."""
     lines = [f"--ranks {ranks}: no layout is legal"]
     lines += [f"{times:,} x {reason}" for reason, times in refused.reasons.most_common(5)]
-    near = next(
-        (
-            each
-            for off in range(1, ranks)
-            for each in (ranks - off, ranks + off)
-            if next(iter(legal_layouts(config, each, Refused())), None)
-        ),
-        None,
-    )
-    return "\n".join([*lines, f"the nearest number that has one: --ranks {near}"])
+    near = nearest_legal(config, ranks)
+    lines += [] if near is None else [f"the nearest number that has one: --ranks {near}"]
+    return "\n".join(lines)

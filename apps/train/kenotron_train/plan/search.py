@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,10 +50,8 @@ class Found:
 
     best: list[Estimate]
     """The best ones that fit; where none does, those that lack least memory."""
-    tried: int = 0
+    tried: int
     """Legal layouts, with every recomputation and ZeRO stage."""
-    too_large: int = 0
-    """Those of them that were seen not to fit."""
 
 
 class Planner:
@@ -71,7 +69,7 @@ class Planner:
     ) -> None:
         self.measured = MeasuredModel(plan, imbalance=imbalance)
         self.timed = TimedModel(self.measured, machine)
-        self.machine, self.room = machine, room
+        self.room = room
         self.reserved = machine["reserved"]
         self.blocks = len(self.measured.kinds)
         foreign = isinstance(plan.spec, TransformersSpec)
@@ -98,7 +96,8 @@ class Planner:
         memory = memory or self.memory(plan, again)
         time = self.timed.step(plan, again, exact=exact)
         sent = [
-            self.measured.sent_by_stage(plan, rank, again) for rank in range(plan.parallelism.pp)
+            self.measured.sent_by_stage(plan, rank, again)
+            for rank in self.measured.differing(plan, again)
         ]
         most = max(sent, key=lambda each: sum(each.values()))
         proof = self.timed.proof(plan)
@@ -117,55 +116,65 @@ class Planner:
         at in the order of seconds that they need at least, until none can be better than those that
         were found. A price of equally many devices is in the same order.
         """
-        found, best = Found([]), dict[tuple, Estimate]()
-        near = list[tuple[float, int, tuple]]()
-        for number, (bound, candidate) in enumerate(self._ordered(legal, found)):
-            layout, plan, again = candidate
-            kept = best.get(layout.grid)
-            last = max((_key(each, objective) for each in best.values()), default=(math.inf,))
-            limit = _key(kept, objective) if kept else last if len(best) == BEST else (math.inf,)
-            if objective != "memory" and _cost(bound, layout, objective) > limit[0]:
-                if not kept:
-                    break
-                continue
-            memory = self.memory(plan, again)
-            if memory.total > self.room:
-                found.too_large += 1
-                near = sorted([*near, (memory.total, number, candidate)])[:BEST]
-                continue
-            if objective == "memory" and memory.total > limit[0]:
-                continue
-            new = self.estimate(layout, plan, again, memory, exact=False)
-            if _key(new, objective) < limit:
-                best[layout.grid] = new
-                best = dict(sorted(best.items(), key=lambda each: _key(each[1], objective))[:BEST])
+        groups, tried = self._groups(legal)
+        best, near = dict[tuple, Estimate](), list[tuple[float, int, tuple]]()
+        for number, (bound, layout, plan, again) in enumerate(groups):
+            if objective != "memory":
+                limit = _limit(best, layout, objective)[0]
+                if _cost(bound, layout, objective) > limit:
+                    if layout.grid not in best:
+                        break
+                    continue
+            for named, candidate in _stages_of_zero(layout, plan, again[0]):
+                memory, limits = self.memory(candidate, again), _limit(best, layout, objective)
+                if memory.total > self.room:
+                    near = sorted([*near, (memory.total, number, (named, candidate, again))])[:BEST]
+                elif objective != "memory" or memory.total <= limits[0]:
+                    new = self.estimate(named, candidate, again, memory, exact=False)
+                    if _key(new, objective) < limits:
+                        best[layout.grid] = new
+                        ordered = sorted(best.items(), key=lambda each: _key(each[1], objective))
+                        best = dict(ordered[:BEST])
         chosen = [(each.layout, each.plan, each.again) for each in best.values()]
         exact = [self.estimate(*each) for each in chosen or [each for *_, each in near]]
         order: Objective = objective if chosen else "memory"
-        found.best = sorted(exact, key=lambda each: _key(each, order))
-        return found
+        return Found(sorted(exact, key=lambda each: _key(each, order)), tried)
 
-    def _ordered(
-        self, legal: Iterable[tuple[PlannedLayout, CostPlan]], found: Found
-    ) -> list[tuple[float, tuple[PlannedLayout, CostPlan, tuple[Recompute, ...]]]]:
-        """Return all candidates with the seconds that each needs at least, in their order."""
-        ordered = []
+    def _groups(
+        self, legal: Iterable[tuple[PlannedLayout, CostPlan]]
+    ) -> tuple[list[tuple[float, PlannedLayout, CostPlan, tuple[Recompute, ...]]], int]:
+        """Return layouts with every recomputation and the seconds that each needs at least, in
+        their order, and how many they are with every stage of ZeRO."""
+        groups, tried = [], 0
         for layout, plan in legal:
             for again in self.recomputes:
-                bound = self.timed.least(plan, (again,) * self.blocks)
-                ordered += [
-                    (bound, (named, candidate, (again,) * self.blocks))
-                    for named, candidate in _stages_of_zero(layout, plan, again)
-                ]
-        found.tried = len(ordered)
-        return sorted(ordered, key=lambda each: each[0])
+                every = (again,) * self.blocks
+                groups.append((self.timed.least(plan, every), layout, plan, every))
+                tried += len(_zero_stages(layout))
+        return sorted(groups, key=lambda each: each[0]), tried
+
+
+def _zero_stages(layout: PlannedLayout) -> tuple[int, ...]:
+    """Return the stages of ZeRO; stage 0 has more memory than 1, and sends as much."""
+    return (1, 2, 3) if layout.dp * layout.cp > 1 else (0,)
+
+
+def _limit(
+    best: Mapping[tuple, Estimate], layout: PlannedLayout, objective: Objective
+) -> tuple[float, ...]:
+    """Return the key that a layout must be below to be among the best."""
+    if (before := best.get(layout.grid)) is not None:
+        return _key(before, objective)
+    if len(best) < BEST:
+        return (math.inf,)
+    return max(_key(each, objective) for each in best.values())
 
 
 def _stages_of_zero(
     layout: PlannedLayout, plan: CostPlan, again: Recompute
 ) -> Iterator[tuple[PlannedLayout, CostPlan]]:
-    """Yield a layout with the stages of ZeRO; stage 0 has more memory than 1, and sends as much."""
-    for zero in (1, 2, 3) if layout.dp * layout.cp > 1 else (0,):
+    """Yield a layout with the stages of ZeRO."""
+    for zero in _zero_stages(layout):
         optimizer = plan.optimizer
         regather = optimizer.regather if zero == 3 else "layer"
         yield (
@@ -185,21 +194,6 @@ def _key(estimate: Estimate, objective: Objective) -> tuple[float, float]:
 def _cost(seconds: float, layout: PlannedLayout, objective: Objective) -> float:
     """Return seconds, or for a price those of all devices together."""
     return seconds * layout.ranks if objective == "price" else seconds
-
-
-def changes_that_fit(estimates: Iterable[Estimate], own: Estimate) -> list[tuple[Estimate, float]]:
-    """Return the changes of a layout that fit, the fastest first.
-
-    Args:
-        estimates: of layouts that differ from it in one thing.
-        own: of the layout.
-
-    Returns:
-        Each with how many times as long its step takes.
-    """
-    fitting = [each for each in estimates if each.fits]
-    ratio = [(each, each.time.seconds / own.time.seconds) for each in fitting]
-    return sorted(ratio, key=lambda each: each[1])
 
 
 def neighbours(layout: PlannedLayout) -> list[tuple[str, PlannedLayout]]:

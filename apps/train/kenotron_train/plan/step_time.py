@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kenotron_models import KernelWork, Recompute, TransformersBlock, block_flops
+from kenotron_models import Recompute
 from kenotron_pp import Event, Times, simulate
-from kenotron_train.cost.cost_plan import CostPlan, measured_blocks
+from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.machine import OFFLOADED
 from kenotron_train.cost.measured import MeasuredModel
 from kenotron_train.cost.stage_tensors import PlannedStage
 from kenotron_train.plan.machine_file import Machine
-from kenotron_train.plan.transfers import seconds_of_sending
-from kenotron_train.plan.work import Parts, WorkSeconds, add_parts, parts_of
+from kenotron_train.plan.work import (
+    Parts,
+    WorkSeconds,
+    add_parts,
+    block_work,
+    head_work,
+    parts_of,
+    seconds_of_sending,
+)
 
 WORK_KEYS = (
     "peak_flops", "product_efficiency", "attention_efficiency", "memory_bandwidth",
     "kernel_seconds",
 )  # fmt: skip
 """Numbers of a machine that times of a rank alone follow from."""
-BACKWARD_OF_ATTENTION = 2.5
-"""Operations of attention's backward for one of its forward: scores are computed again."""
 MOST_EVENTS = 4_000
 """Actions of a pipeline that a search simulates; longer ones continue their steady state."""
+ROUNDING = 1e-9
+"""Share by which sums of the same seconds in another order may differ."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +58,25 @@ class TimedModel:
 
     def works(self, plan: CostPlan, again: Sequence[Recompute]) -> list[list[WorkSeconds]]:
         """Return the work of a micro-batch of each part of each rank of pp."""
-        sizes = plan.parallelism
-        key = "works", sizes.pp, sizes.pp_engine, sizes.pp_chunks, self._cut(plan), tuple(again)
-        return self.measured.once(
-            key,
-            lambda: [self._chunks(plan, each, again) for each in self.measured.stages(plan)],
-        )
+        return [self._rank(plan, stage, again) for stage in self.measured.stages(plan)]
 
     def least(self, plan: CostPlan, again: Sequence[Recompute]) -> float:
-        """Return seconds that no step of a layout is shorter than: those of its busiest rank."""
-        busiest = self.measured.once(
-            ("busiest", plan.parallelism.pp, plan.parallelism.pp_engine, plan.parallelism.pp_chunks,
-             self._cut(plan), again[0], len({*again})),
-            lambda: max(sum(work.total for work in rank) for rank in self.works(plan, again)),
-        )  # fmt: skip
-        return plan.microbatches * busiest
+        """Return seconds that no step of a layout is shorter than.
+
+        A rank works on all micro-batches after the first one has passed the stages before, and
+        before the last one passes them again. Weight gradients that are apart may come after that.
+        """
+        schedule, many = plan.parallelism.schedule, plan.microbatches
+        works = self.works(plan, again)
+        found = arrives = returns = 0.0
+        for own in works:  # whose first parts are the first stages, in order
+            forward, inputs, weights = map(sum, zip(*(work.seconds for work in own), strict=True))
+            busy, split = many * (forward + inputs + weights), many * weights * schedule.splits
+            found = max(found, arrives + max(busy, busy - split + returns))
+            first = own[0].seconds
+            arrives += first[0]
+            returns += first[1] + (0.0 if schedule.splits else first[2])
+        return found if len(works) == 1 else found * (1 - ROUNDING)
 
     def step(self, plan: CostPlan, again: Sequence[Recompute], *, exact: bool = True) -> StepTime:
         """Return the time of a step.
@@ -76,16 +87,21 @@ class TimedModel:
             exact: simulate every micro-batch, however many there are.
         """
         works, many = self.works(plan, again), plan.microbatches
-        busy = [sum(work.total for work in rank) * many for rank in works]
-        ticks, bubble = self._pipeline(plan, works, exact)
-        ends = [self._after(plan, rank, work) for rank, work in enumerate(works)]
-        longest = max(range(len(works)), key=lambda rank: busy[rank] + sum(ends[rank].values()))
+        sizes = plan.parallelism
+        key = "pipeline", sizes.pp, sizes.pp_engine, sizes.pp_chunks, sizes.world_size, many, exact
+        ticks, bubble = self.measured.once(
+            (*key, tuple(again), self._cut(plan)), lambda: self._pipeline(plan, works, exact)
+        )
+        ranks = self.measured.differing(plan, again)
+        ends = {rank: self._after(plan, rank, works[rank]) for rank in ranks}
+        busy = {rank: sum(work.total for work in works[rank]) * many for rank in ranks}
+        longest = max(ranks, key=lambda rank: busy[rank] + sum(ends[rank].values()))
         parts = parts_of()
         for work in works[longest]:
             for each in work.parts:
                 add_parts(parts, each, many)
         add_parts(parts, ends[longest])
-        after = max(sum(each.values()) for each in ends)
+        after = max(sum(each.values()) for each in ends.values())
         seconds = ticks + after
         parts["bubble"] = max(0.0, seconds - sum(parts.values()))
         return StepTime(seconds, bubble, {what: s for what, s in parts.items() if s})
@@ -97,110 +113,30 @@ class TimedModel:
         nodes = ("network_bandwidth",) if ranks > self.machine.devices else ()
         return self.machine.proof(*WORK_KEYS, *between, *nodes)
 
-    def _chunks(
+    def _rank(
         self, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]
     ) -> list[WorkSeconds]:
         """Return the work of a micro-batch of each part of a rank."""
-        found = []
-        for chunk in stage.chunks:
-            work = WorkSeconds()
-            for (kind, way), n in self.measured.ways(chunk, again).items():
-                key = "work", kind, way, self._cut(plan)
-                one = self.measured.once(key, partial(self._block, plan, kind, way))
-                work.add(one, n)
-            found.append(work)
-        if "head" in stage.names:
-            last = plan.parallelism.schedule.place(
-                plan.parallelism.pp * plan.parallelism.schedule.chunks - 1, plan.parallelism.pp
-            )[1]
-            found[last].add(self._head(plan), 1 + len(plan.spec.mtp_blocks))
-        return found
+        cut, once = self._cut(plan), self.measured.once
 
-    def _cut(self, plan: CostPlan) -> tuple[object, ...]:
+        def made() -> list[WorkSeconds]:
+            found = []
+            for chunk in stage.chunks:
+                found.append(WorkSeconds())
+                for (kind, way), n in self.measured.ways(chunk, again).items():
+                    make = partial(block_work, self.machine, self.measured, plan, kind, way)
+                    found[-1].add(once(("work", kind, way, cut), make), n)
+            if "head" in stage.names:
+                found[-1].add(head_work(self.machine, plan), 1 + len(plan.spec.mtp_blocks))
+            return found
+
+        return once(("rank", stage.kind, tuple(again[n] for n in stage.blocks), cut), made)
+
+    def _cut(self, plan: CostPlan) -> tuple[Hashable, ...]:
         """Return what the work of a micro-batch of a block depends on."""
         sizes = plan.parallelism
         ways = sizes.tp_mode, sizes.tp_linear_async_communication, sizes.ep_chunks
-        stage = sizes.dp * sizes.cp * sizes.tp
-        return (sizes.tp, sizes.cp, sizes.ep, stage, plan.micro_batch_size, plan.dtype, *ways)
-
-    def _block(self, plan: CostPlan, kind: int, again: Recompute) -> WorkSeconds:
-        """Return the work of a block."""
-        machine, sizes = self.machine, plan.parallelism
-        block = measured_blocks(plan.spec)[self.measured.first[kind]]
-        rows, width = plan.micro_batch_size, plan.spec.hidden_size
-        given = width, rows, plan.sequence
-        counts = [
-            self.measured.uneven(
-                {"block": block},
-                lambda x, what=what: block_flops(x["block"], *given, causal=True)[what],
-            )
-            for what in range(2)
-        ]
-        share = sizes.tp * sizes.cp * machine["peak_flops"]
-        products = counts[0] / share / machine["product_efficiency"]
-        attention = counts[1] / share / machine["attention_efficiency"]
-        forward, backward = self.measured.kernels(plan, kind, "none")
-        memory, memory_backward = self._moved(forward), self._moved(backward)
-        work = WorkSeconds(
-            parts_of(products=products, attention=attention, memory=memory),
-            parts_of(
-                products=products,
-                attention=BACKWARD_OF_ATTENTION * attention,
-                memory=memory_backward,
-            ),
-            parts_of(products=products),
-        )
-        parts = () if isinstance(block, TransformersBlock) else block.parts
-        costs = [part.cost(width) for part in parts]
-        of_mixer = costs[0] / max(1, sum(costs)) if costs else 0.0
-        repeated = self.measured.kernels(plan, kind, again)[1]
-        work.inputs["recompute"] = (
-            max(0.0, self._moved(repeated) - memory_backward)
-            + {
-                "none": 0.0,
-                "selective": 0.0,
-                "full": products + attention,
-                "mixer": attention + of_mixer * products,
-                "feed_forward": (1 - of_mixer) * products,
-            }[again]
-        )
-        before = self.measured.sent(plan, kind, "none")
-        for axis, sent in self.measured.sent(plan, kind, again).items():
-            calls = forward.calls.get(axis, 0), repeated.calls.get(axis, 0)
-            most = self.measured.imbalance if axis == "ep" else 1.0  # arrives at one rank
-            there = seconds_of_sending(machine, most * before[axis] / 2, axis, plan)
-            back = seconds_of_sending(machine, most * sent, axis, plan) - there
-            for to, seconds, n in zip(
-                (work.forward, work.inputs), (there, back), calls, strict=True
-            ):
-                to[axis] += self._exposed(plan, axis, seconds + n * machine["latency"], products)
-        return work
-
-    def _moved(self, work: KernelWork) -> float:
-        """Return the seconds of kernels for what they read and write, and for being started."""
-        machine = self.machine
-        moved = work.nbytes / machine["memory_bandwidth"]
-        return moved + work.kernels * machine["kernel_seconds"]
-
-    def _exposed(self, plan: CostPlan, axis: str, seconds: float, products: float) -> float:
-        """Return the seconds of a transfer that no product hides."""
-        if axis == "tp" and plan.parallelism.tp_linear_async_communication:
-            return max(0.0, seconds - products)
-        return seconds / plan.parallelism.ep_chunks if axis == "ep" else seconds
-
-    def _head(self, plan: CostPlan) -> WorkSeconds:
-        """Return the work of the output layer and the loss."""
-        machine, spec = self.machine, plan.spec
-        tokens = plan.micro_batch_size * plan.row_tokens
-        columns = spec.vocab_size / plan.parallelism.tp
-        rate = machine["peak_flops"] * machine["product_efficiency"]
-        products = 2 * tokens * spec.hidden_size * columns / rate
-        moved = 2 * tokens * columns * (4 + plan.dtype.itemsize) / machine["memory_bandwidth"]
-        return WorkSeconds(
-            parts_of(products=products, memory=moved),
-            parts_of(products=products, memory=moved),
-            parts_of(products=products),
-        )
+        return sizes.tp, sizes.cp, sizes.ep, plan.micro_batch_size, plan.dtype, *ways
 
     def _pipeline(
         self, plan: CostPlan, works: Sequence[Sequence[WorkSeconds]], exact: bool

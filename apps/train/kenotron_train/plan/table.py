@@ -164,6 +164,11 @@ def note_lines(estimate: Estimate, machine: Machine, training: PlannedRun) -> li
         if training.imbalance != 1:
             load = f"{training.imbalance:g} times an even load's tokens on the fullest rank"
         notes = (*notes, f"Experts: {load}")
+    elif training.imbalance != 1:
+        notes = (
+            *notes,
+            f"Experts: there are none; --imbalance {training.imbalance:g} changes nothing",
+        )
     if estimate.plan.dtype != getattr(torch, machine.dtype):
         given = str(estimate.plan.dtype).removeprefix("torch.")
         line = (

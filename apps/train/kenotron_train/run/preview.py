@@ -78,7 +78,7 @@ def cannot_run(config: Config) -> list[str]:
 
 def _groups(plan: CostPlan) -> list[str]:
     """Find what is wrong with rules that name parameters."""
-    optim, layouts = plan.optimizer, StageTensors().layouts(plan)
+    optim, layouts = plan.optimizer, StageTensors(plan).layouts(plan)
     names = sorted({layout.name for layout in layouts.values()})
     try:
         parameter_groups(

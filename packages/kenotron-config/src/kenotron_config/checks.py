@@ -24,7 +24,7 @@ from kenotron_config.sections import GeneralConfig, ModelConfig, TokenizerConfig
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_models import AnyConfig, cut_sizes
+from kenotron_models import cut_sizes
 from kenotron_models.families import TransformersConfig
 from kenotron_optim import OptimizerConfig, shard_ranks_problems
 
@@ -113,20 +113,21 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
     sizes, tp, pp = model.model_config, parallelism.tp, parallelism.pp
     if isinstance(sizes, TransformersConfig):
         return []  # it has rules of its own
-    advice = f"set tp to {_largest_tp(sizes, tp)}"
+    cut, spec = cut_sizes(sizes), sizes.decoder
+    kv_heads = getattr(sizes, "kv_heads", 0)
     found = [
         f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
-        f"({size}); {advice} or change {name}"
-        for name, size in cut_sizes(sizes).items()
+        f"({size}); set tp to {_largest_tp(cut, kv_heads, tp)} or change {name}"
+        for name, size in cut.items()
         if size % tp
     ]
-    kv_heads = getattr(sizes, "kv_heads", tp)
     if kv_heads % tp and tp % kv_heads:
         found.append(
             f"parallelism.tp: {tp} was given; it and model.model_config.num_key_value_heads "
-            f"({kv_heads}) must divide one another; {advice} or change num_key_value_heads"
+            f"({kv_heads}) must divide one another; set tp to {_largest_tp(cut, kv_heads, tp)} or "
+            "change num_key_value_heads"
         )
-    depth = sizes.decoder.num_hidden_layers
+    depth = spec.num_hidden_layers
     layers = depth + len(LAYERS_BESIDE_DECODER)
     chunks = parallelism.schedule.chunks
     if pp * chunks > layers:
@@ -136,7 +137,7 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
             f"{layers} ({depth} decoder layers, "
             f"{', '.join(LAYERS_BESIDE_DECODER)}); set pp to at most {layers // chunks}"
         )
-    parts, stages = len(sizes.decoder.stage_starts) + 1, pp * chunks
+    parts, stages = len(spec.stage_starts) + 1, pp * chunks
     if parts > 1 and stages not in (1, parts):
         found.append(
             f"model.model_config.layers: {getattr(sizes, 'layers', '')!r} was given, {parts} parts "
@@ -231,10 +232,9 @@ def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
     ]
 
 
-def _largest_tp(sizes: AnyConfig, most: int) -> int:
+def _largest_tp(cut: Mapping[str, int], kv_heads: int, most: int) -> int:
     """The largest tp, up to `most`, that divides the model's sizes."""
-    shared = math.gcd(*cut_sizes(sizes).values())
-    kv_heads = getattr(sizes, "kv_heads", 0)
+    shared = math.gcd(*cut.values())
     return next(
         tp
         for tp in range(most, 0, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 LARGEST_INT = 2**64 - 1
@@ -30,12 +31,18 @@ def number_problems(sections: Mapping[str, Any]) -> list[str]:
     return found
 
 
+@cache
+def _names(section: type[Any]) -> tuple[str, ...]:
+    """Return the fields of a dataclass."""
+    return tuple(each.name for each in fields(section))
+
+
 def _numbers(path: str, value: Any) -> Iterator[tuple[str, int | float]]:
     inner: list[tuple[object, Any]] = []
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield path, value
     elif is_dataclass(value):
-        inner = [(each.name, getattr(value, each.name)) for each in fields(value)]
+        inner = [(name, getattr(value, name)) for name in _names(type(value))]
     elif isinstance(value, Mapping):
         inner = [*value.items()]
     elif isinstance(value, list | tuple):

@@ -7,6 +7,7 @@ position does not decrease along a row, so the ends of two blocks say whether on
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -137,24 +138,27 @@ class BlockTable:
         low = first.amin(0)[[block.begin for block in every]].tolist()
         high = first.amax(0)[[block.end - 1 for block in every]].tolist()
         self._low, self._high = (dict(zip(every, values, strict=True)) for values in (low, high))
-        pairs = [
-            (u, w, i, j)
-            for u, queries in enumerate(self.blocks)
-            for w in range(u + 1)
-            for i in queries
-            for j in self.blocks[w]
-            if self.sees(i, j)
-        ]
-        self._strips = {(u, w) for u, w, _, _ in pairs}
-        self.seen: dict[TokenBlock, set[int]] = {block: set() for block in every}
+        self._strips: dict[tuple[int, int], bool] = {}
+        self._chunks: dict[tuple[int, int], bool] = {}
+
+    @cached_property
+    def seen(self) -> dict[TokenBlock, set[int]]:
         """Strips of which a block of queries sees a key."""
-        self.seeing: dict[TokenBlock, set[int]] = {block: set() for block in every}
+        return {
+            i: {w for w in range(u + 1) if any(self.sees(i, j) for j in self.blocks[w])}
+            for u, queries in enumerate(self.blocks)
+            for i in queries
+        }
+
+    @cached_property
+    def seeing(self) -> dict[TokenBlock, set[int]]:
         """Strips of which a query sees a block of keys."""
-        for u, w, i, j in pairs:
-            self.seen[i].add(w)
-            self.seeing[j].add(u)
-        count = cut.chunks[0].count
-        self._chunks = {(u // count, w // count) for u, w in self._strips}
+        many = len(self.blocks)
+        return {
+            j: {u for u in range(w, many) if any(self.sees(i, j) for i in self.blocks[u])}
+            for w, keys in enumerate(self.blocks)
+            for j in keys
+        }
 
     def sees(self, queries: TokenBlock, keys: TokenBlock) -> bool:
         """Return whether a query of one block may see a key of another."""
@@ -175,11 +179,22 @@ class BlockTable:
 
     def strip_sees(self, queries: int, keys: int) -> bool:
         """Return whether a query of one strip may see a key of another."""
-        return (queries, keys) in self._strips
+        pair = queries, keys
+        if pair not in self._strips:
+            rows, columns = self.blocks[queries], self.blocks[keys]
+            self._strips[pair] = keys <= queries and any(
+                self.sees(i, j) for i in rows for j in columns
+            )
+        return self._strips[pair]
 
     def chunk_sees(self, queries: int, keys: int) -> bool:
         """Return whether a query of one chunk may see a key of another."""
-        return (queries, keys) in self._chunks
+        pair = queries, keys
+        if pair not in self._chunks:
+            held = (self.cut.chunks[chunk] for chunk in pair)
+            rows, columns = (range(each.first, each.first + each.count) for each in held)
+            self._chunks[pair] = any(self.strip_sees(u, w) for u in rows for w in columns)
+        return self._chunks[pair]
 
     def sent(self, source: int, to: int) -> list[int]:
         """Chunks of rank ``source`` that some query of rank ``to`` sees, in order."""

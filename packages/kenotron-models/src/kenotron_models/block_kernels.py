@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +45,8 @@ class KernelWork:
     """Bytes that all but products read and write."""
     calls: Mapping[str, int]
     """Collectives, by axis."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that leave the rank, by axis: in both directions those of ``sent_bytes``."""
 
     def times(self, share: float) -> KernelWork:
         """Return those of another number of tokens: as many kernels, other bytes."""
@@ -81,14 +83,20 @@ def block_kernels(
     with recorder, OneKernel(fused_norms):
         with Kernels() as forward:
             y = layer(x, context)
-        before = Counter(entry.ticket.axis for entry in recorder.cut())
+        before = recorder.cut()
         with Kernels() as backward:
             run_backward(y)
-    after = Counter(entry.ticket.axis for entry in recorder.entries)
-    return (
-        KernelWork(forward.kernels, forward.nbytes, before),
-        KernelWork(backward.kernels, backward.nbytes, after),
+    found = (forward, before), (backward, recorder.entries)
+    first, second = (
+        KernelWork(
+            counted.kernels,
+            counted.nbytes,
+            Counter(entry.ticket.axis for entry in entries),
+            {name: sent for name, sent in recorder.bytes_per_axis(entries).items() if sent},
+        )
+        for counted, entries in found
     )
+    return first, second
 
 
 class Kernels(TorchDispatchMode):

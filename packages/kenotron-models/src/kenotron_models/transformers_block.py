@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class TransformersBlock:
     """Of the first layer of its kind."""
 
 
+@lru_cache(maxsize=4)
 def transformers_blocks(spec: TransformersSpec) -> tuple[TransformersBlock, ...]:
     """Return the layers of a model; none where it is not split into layers.
 

@@ -16,7 +16,7 @@ from kenotron_pp.schedule import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from kenotron_pp.simulate import Event, Times, Trace, simulate
+from kenotron_pp.simulate import Event, Times, Trace, peak_live, simulate
 from kenotron_pp.split import NamedLayers, Stages, split_layers
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "gpipe",
     "interleaved",
     "one_f_one_b",
+    "peak_live",
     "schedule_named",
     "simulate",
     "split_layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from numbers import Real
 from typing import NamedTuple
 
@@ -108,6 +109,8 @@ class Trace:
         return f"{self.ticks:g} ticks, bubble {self.bubble:.1%}, {live}{kept}"
 
 
+LIVE = {"F": 1, "B": -1, "I": -1, "W": 0}
+"""Activations that an action adds to those alive, by its kind."""
 Key = tuple[str, int, int]
 """(kind, stage, micro-batch)"""
 
@@ -141,6 +144,12 @@ def simulate(
     bubble = max(0.0, 1 - busy / (ticks * n_ranks)) if ticks else 0.0
     timeline = tuple(event for rank in events for event in rank)
     return Trace(ticks, bubble, live, deferred, kept, timeline, n_ranks, schedule.chunks)
+
+
+def peak_live(schedule: Schedule, n_ranks: int, n_microbatches: int) -> tuple[int, ...]:
+    """Return ``Trace.peak_live``, which no time changes. Raises ValueError for a count below 1."""
+    lists = (schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks))
+    return tuple(max(accumulate(LIVE[action.kind] for action in own)) for own in lists)
 
 
 def play(schedule: Schedule, lists: Sequence[Sequence[Action]], times: Times) -> list[list[Event]]:
@@ -203,10 +212,7 @@ def _peaks(
 ) -> tuple[int, int, int]:
     live = deferred = most_live = most_deferred = most_kept = 0
     for action in actions:
-        if action.kind == "F":
-            live += 1
-        elif action.kind in "BI":
-            live -= 1
+        live += LIVE[action.kind]
         stage = schedule.stage(rank, action.chunk, n_ranks)
         if action.kind in "IW" and stage not in times.unsplit:
             deferred += 1 if action.kind == "I" else -1

@@ -77,9 +77,9 @@ def placed(config: KeyTable, owner: str) -> dict[str, Any]:
 
 def cut_sizes(config: FamilyConfig) -> dict[str, int]:
     """Return the sizes that tp cuts, by key: heads, channels, and feed-forwards of all tokens."""
-    found = {}
+    found, spec = {}, config.decoder
     for place, name in CUT.items():
-        size = in_spec(config.decoder, place)
+        size = in_spec(spec, place)
         if size is not MISSING and size:
             found[_key_of(config, place) or name] = size
     return found
