@@ -16,6 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from kenotron_convert.adapters import merge_adapter
+from kenotron_models import linear_parts, targeted
+from kenotron_models.families import TransformersConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft
 IDS = torch.arange(1, 21)[None]
@@ -28,7 +30,14 @@ LLAMA = {
     "num_key_value_heads": 1,
     "initializer_range": 0.3,
 }
-GPT2 = {"vocab_size": 31, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+GPT2 = {
+    "vocab_size": 31,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "initializer_range": 0.3,
+    **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+}
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
@@ -163,3 +172,9 @@ def test_every_field_of_peft_is_computed_or_refused_by_name(bases, tmp_path):
             assert difference < 1e-4, f"{field.name} {value!r}: {difference}"
     assert computed >= {"r", "rank_pattern", "use_rslora", "use_dora", "layers_to_transform"}
     assert refused >= {"bias", "lora_bias", "modules_to_save", "init_lora_weights"}
+
+
+def test_layers_that_adapters_do_not_know_are_said(bases):
+    config = TransformersConfig(path=str(bases / "gpt2"))
+    with pytest.raises(ValueError, match="'all' is no linear layer: there are none that .*Conv1D"):
+        targeted(linear_parts(config), ["all"])

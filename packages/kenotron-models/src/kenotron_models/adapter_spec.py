@@ -221,7 +221,10 @@ def targeted(
             words = sorted({key_of(part) for own in parts.values() for part in own})
             near = get_close_matches(target.rpartition(".")[2], words, n=1, cutoff=0.5)
             hint = f"; is it {near[0]}?" if near else ""
-            problems.append(f"{target!r} is no linear layer: there are {', '.join(words)}{hint}")
+            there = (
+                ", ".join(words) or "none that adapters know (Conv1D of transformers is not one)"
+            )
+            problems.append(f"{target!r} is no linear layer: there are {there}{hint}")
         hits |= new
     if problems:
         raise ValueError("\n".join(problems))
