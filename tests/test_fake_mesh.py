@@ -28,6 +28,7 @@ HOST_READS = {
     "cp/src/kenotron_cp/visibility.py": "rows' documents: they are on the host",
     "dist/src/kenotron_dist/fake_world.py": "host_number, which says what meta has",
     "dist/src/kenotron_dist/objects.py": "control messages: on the host, where all ranks are alike",
+    "dist/src/kenotron_dist/statistics.py": "a checksum of values: not on meta",
     "dist/src/kenotron_dist/testing.py": "an example in a docstring",
     "dist/src/kenotron_dist/diagnosis/replica_check.py": "a check of values: not on meta",
     "dist/src/kenotron_dist/rng.py": "states of generators, on the host",

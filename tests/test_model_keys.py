@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -26,7 +27,7 @@ from kenotron_models import (
     build_decoder,
     parameter_count,
 )
-from kenotron_models.families import LlaMoEConfig
+from kenotron_models.families import LlaMoEConfig, TransformersConfig
 from kenotron_models.hf import config_from_hf
 from kenotron_models.layers import RopeScaling
 
@@ -152,6 +153,11 @@ def test_a_changed_key_makes_another_model_or_is_named(base: Any) -> None:
 def is_named(config: Any, path: tuple[str, ...]) -> bool:
     name = f"model.model_config.{'.'.join(path)}"
     return any(line.startswith((f"{name}: ", f"{name}.")) for line in unread_model_keys(config))
+
+
+def test_the_folder_of_a_model_of_transformers_has_an_effect(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2}))
+    assert unread_model_keys(TransformersConfig(path=str(tmp_path))) == []
 
 
 def is_default(owner: Any, path: tuple[str, ...]) -> bool:

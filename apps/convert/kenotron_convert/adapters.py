@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +20,26 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
+from kenotron_convert.drafts import check_apart, check_replaceable, draft_of
 from kenotron_dist import Mesh
-from kenotron_models import ADAPTER, AdapterSpec, linear_parts, model_from_json, targeted
+from kenotron_models import (
+    ADAPTER,
+    AdapterSpec,
+    foreign_keys,
+    linear_parts,
+    model_from_json,
+    rank_and_scale,
+    targeted,
+)
 from kenotron_models.hf import TensorPart, Whole, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of peft."""
+MODEL = "config.json"
 PREFIX = "base_model.model."
 """Begins the names of its tensors."""
+CONV1D = ("gpt2", "openai-gpt")
+"""``model_type`` of models whose linear layers, but for the head, have weights (I, O)."""
 
 
 def adapter_to_peft(ckpt: Location, folder: Path, *, overwrite: bool = False) -> int:
@@ -42,6 +55,7 @@ def adapter_to_peft(ckpt: Location, folder: Path, *, overwrite: bool = False) ->
         OSError: a file cannot be read or written.
     """
     checkpoint = open_checkpoint(ckpt, Mesh.connect(), select=lambda n: ".lora." in n)
+    check_apart(folder, checkpoint.store)
     state = dict(checkpoint.manifest.state.get("model_config", {}))
     if (given := state.pop(ADAPTER, None)) is None:
         raise ValueError(f"{checkpoint.store} has no adapter: `kenotron-to-hf` writes its weights")
@@ -49,25 +63,23 @@ def adapter_to_peft(ckpt: Location, folder: Path, *, overwrite: bool = False) ->
     weights = targeted(linear_parts(config), given["targets"])
     how = {key: given[key] for key in ("kind", "rank", "alpha", "dropout")}
     spec = AdapterSpec(weights=weights, **how)
-    _make(folder, CONFIG, overwrite)
+    check_replaceable(folder, CONFIG, overwrite)
     values, ours = spec.to_peft(given["base"]), spec.tensors()
     records = checkpoint.manifest.records
     sizes = {
         whole.parts[0].name: TensorSize(whole.shape, getattr(torch, records[name].dtype))
         for name, whole in ours.items()
     }
-    write_safetensors(
-        folder / WEIGHTS,
-        sizes,
-        (
-            whole.parts[0].of(
-                read_box(checkpoint.store, records[name], (0,) * len(whole.shape), whole.shape)
-            )
-            for name, whole in ours.items()
-        ),
+    tensors = (
+        whole.parts[0].of(
+            read_box(checkpoint.store, records[name], (0,) * len(whole.shape), whole.shape)
+        )
+        for name, whole in ours.items()
     )
-    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    (folder / CONFIG).write_text(text, encoding="utf-8")
+    with draft_of(folder) as draft:
+        write_safetensors(draft / WEIGHTS, sizes, tensors)
+        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+        (draft / CONFIG).write_text(text, encoding="utf-8")
     return len(values["target_modules"])
 
 
@@ -83,45 +95,113 @@ def merge_adapter(adapter: Path, base: Path, folder: Path, *, overwrite: bool = 
         overwrite: whether an older model may be replaced.
 
     Raises:
-        ValueError: a file is missing or damaged, or the adapter is of another model. OSError.
+        ValueError: a file is missing or damaged, the adapter is of another model, or of a kind that
+            is not computed here. OSError. No folder of that name is made, or changed, then.
     """
+    check_apart(folder, adapter, base)
+    check_replaceable(folder, MODEL, overwrite)
     keys = read_json(adapter / CONFIG)
-    if keys.get("peft_type") != "LORA" or keys.get("use_rslora") or keys.get("alpha_pattern"):
-        raise ValueError(f"{adapter / CONFIG}: it must be of a LORA with one lora_alpha / r")
+    if problems := foreign_keys(keys):
+        raise ValueError("\n".join(f"{adapter / CONFIG}: {each}" for each in problems))
     own, theirs = open_safetensors(adapter, single=WEIGHTS), open_safetensors(base)
-    end = ".lora_A.weight"
-    modules = {n.removeprefix(PREFIX).removesuffix(end) for n in own.tensors if n.endswith(end)}
-    if missing := sorted(m for m in modules if f"{m}.weight" not in theirs.tensors):
-        raise ValueError(f"{base} has no {missing[0]}.weight, for which {adapter} has an adapter")
-    _make(folder, "config.json", overwrite)
-    scale = keys["lora_alpha"] / keys["r"]
+    try:
+        plans = _plans(own, theirs, keys, read_json(base / MODEL))
+    except ValueError as error:
+        raise ValueError(f"{adapter} cannot be merged into {base}: {error}") from error
 
     def values(names: list[str]) -> Iterator[Tensor]:
         for name in names:
-            weight, module = _read(theirs, name), name.removesuffix(".weight")
-            merged = module in modules and name.endswith(".weight")
-            yield _merged(weight, own, PREFIX + module, scale) if merged else weight
+            weight = _read(theirs, name)
+            yield _merged(weight, own, plans[name]) if name in plans else weight
 
     files: dict[str, list[str]] = {}
     for name, stored in theirs.tensors.items():
         files.setdefault(stored.file, []).append(name)
-    for file, names in files.items():
-        sizes = {n: TensorSize(theirs.tensors[n].shape, theirs.tensors[n].dtype) for n in names}
-        write_safetensors(folder / file, sizes, values(names))
-    for other in base.iterdir():
-        if other.is_file() and other.name not in files:
-            shutil.copyfile(other, folder / other.name)
-    return len(modules)
+    with draft_of(folder) as draft:
+        for file, names in files.items():
+            sizes = {n: TensorSize(theirs.tensors[n].shape, theirs.tensors[n].dtype) for n in names}
+            write_safetensors(draft / file, sizes, values(names))
+        for other in base.iterdir():
+            if other.is_file() and other.name not in files:
+                shutil.copyfile(other, draft / other.name)
+    return len(plans)
 
 
-def _merged(weight: Tensor, own: SafetensorsFolder, module: str, scale: float) -> Tensor:
-    """Return a weight (O, I) with its adapter in it."""
-    a, b = (_read(own, f"{module}.lora_{kind}.weight").float() for kind in "AB")
-    whole = weight.float() + scale * b @ a
-    if (norms := f"{module}.lora_magnitude_vector") in own.tensors:
-        share = _read(own, norms).float() / torch.linalg.norm(whole, dim=1)
-        whole = share[:, None] * whole
-    return whole.to(weight.dtype)
+class _Plan(NamedTuple):
+    """Adapter of a weight."""
+
+    module: str
+    """Begins the names of its tensors."""
+    scale: float
+    dora: bool
+    turned: bool
+    """True for a weight (I, O)."""
+
+
+def _plans(
+    own: SafetensorsFolder,
+    theirs: SafetensorsFolder,
+    keys: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> dict[str, _Plan]:
+    """Return the adapter of each weight that has one, by name of the weight.
+
+    Raises ValueError for a tensor of the adapter that would not be used, and for one that the model
+    has no weight for.
+    """
+    dora = bool(keys.get("use_dora"))
+    ends = (".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if dora else []))
+    modules = {n.removesuffix(ends[0]) for n in own.tensors if n.endswith(ends[0])}
+    used = {module + end for module in modules for end in ends}
+    if unused := sorted(own.tensors.keys() - used):
+        raise ValueError(
+            f"{unused[0]} ({len(unused)} tensors in all) is no matrix of a linear layer: train "
+            "without it, or merge the adapter with merge_and_unload of peft"
+        )
+    if lacking := sorted(used - own.tensors.keys()):
+        raise ValueError(f"{lacking[0]} is missing from {WEIGHTS}")
+    plans = {}
+    for module in sorted(modules):
+        name = module.removeprefix(PREFIX)
+        if (weight := f"{name}.weight") not in theirs.tensors:
+            raise ValueError(f"the model has no {weight}, for which there is an adapter")
+        if name.endswith("lm_head") and config.get("tie_word_embeddings"):
+            raise ValueError(f"{weight} is tied to the embedding: an adapter of one changes both")
+        stored, (rank, scale) = theirs.tensors[weight], rank_and_scale(keys, name)
+        a, b = (own.tensors[module + end].shape for end in ends[:2])
+        shape = (b[0], a[-1])
+        turned = shape != stored.shape or (shape[0] == shape[1] and _is_turned(name, keys, config))
+        if a[0] != rank or b[1:] != (rank,) or stored.shape != (shape[::-1] if turned else shape):
+            raise ValueError(
+                f"{weight} is {list(stored.shape)}, and its adapter is {list(a)} and {list(b)} at "
+                f"rank {rank}"
+            )
+        if not stored.dtype.is_floating_point or "quantization_config" in config:
+            raise ValueError(f"{weight} is quantised: take the model in a floating-point format")
+        plans[weight] = _Plan(module, scale, dora, turned)
+    return plans
+
+
+def _is_turned(name: str, keys: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True where a square weight is that of a Conv1D, (I, O)."""
+    known = config.get("model_type") in CONV1D
+    if keys.get("fan_in_fan_out") and not known:
+        raise ValueError(
+            f"fan_in_fan_out is True, and {name}.weight is square: models of "
+            f"{config.get('model_type')} are not known to have Conv1D layers; if this layer is "
+            "linear write false, else merge the adapter with merge_and_unload of peft"
+        )
+    return known and not name.endswith("lm_head")
+
+
+def _merged(weight: Tensor, own: SafetensorsFolder, plan: _Plan) -> Tensor:
+    """Return a weight (O, I), or (I, O) where it is turned, with its adapter in it."""
+    a, b = (_read(own, f"{plan.module}.lora_{kind}.weight").float() for kind in "AB")
+    whole = (weight.t() if plan.turned else weight).float() + plan.scale * b @ a
+    if plan.dora:
+        norms = _read(own, f"{plan.module}.lora_magnitude_vector").float()
+        whole = (norms / torch.linalg.norm(whole, dim=1))[:, None] * whole
+    return (whole.t() if plan.turned else whole).to(weight.dtype)
 
 
 def _read(folder: SafetensorsFolder, name: str) -> Tensor:
@@ -130,11 +210,3 @@ def _read(folder: SafetensorsFolder, name: str) -> Tensor:
     start = (0,) * len(shape)
     whole = {name: Whole(shape, (TensorPart(name, shape, start),))}
     return read_box(folder.path, folder.records(whole, lambda _: True)[name], start, shape)
-
-
-def _make(folder: Path, marker: str, overwrite: bool) -> None:
-    """Make an empty folder, or take one with an older file ``marker`` if it may be replaced."""
-    there = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if there and not (overwrite and (folder / marker).is_file()):
-        raise ValueError(f"{folder} is there: give --overwrite to replace it, or another folder")
-    folder.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ def average(
     for checkpoint in opened:
         _check_model(first, checkpoint)
     state = first.manifest.state
-    check_free(folder, overwrite)
+    check_free(folder, overwrite, *(each.store for each in opened))
     weights = {n: r for n, r in first.manifest.records.items() if not n.startswith(OPTIMIZER)}
     sources = {}
     for name, weight in weights.items():

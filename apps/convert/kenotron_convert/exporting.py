@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from kenotron_ckpt import (
     write_safetensors,
 )
 from kenotron_convert.comparison import compare_export
+from kenotron_convert.drafts import check_apart, check_replaceable, draft_of
 from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.shards import deal
@@ -91,16 +90,14 @@ def export_hf(
     model that no architecture of Hugging Face has; damaged bytes; logits that differ; a folder
     that is there. OSError. No folder of that name is made, or changed, then.
     """
-    _check_free(folder, overwrite)
     checkpoint = open_checkpoint(ckpt, Mesh.connect(), select=_is_weight)
+    check_apart(folder, checkpoint.store)
+    check_replaceable(folder, CONFIG, overwrite)
     config, multipliers = _config_of(checkpoint)
     stays = dtype in (None, _dtype_of(checkpoint))
     if multipliers.change and dtype is None:  # factors would be rounded in fewer bits
         dtype = torch.float32
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with draft_of(folder) as draft:
         if isinstance(config, TransformersConfig):
             save_transformers(checkpoint, config, draft, shard_bytes, dtype)
         else:
@@ -111,9 +108,6 @@ def export_hf(
         if check:
             round_to = None if stays else dtype
             deviation = compare_export(checkpoint, config, multipliers, draft, round_to)
-        _rename(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return Exported(
         folder,
         checkpoint.store,
@@ -157,15 +151,6 @@ def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
 
 def _is_weight(name: str) -> bool:
     return not name.startswith("optimizer.")
-
-
-def _check_free(folder: Path, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not overwrite:
-        raise ValueError(f"{folder} is there: give --overwrite to replace it")
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} is no model of Hugging Face ({CONFIG} is missing): remove it")
 
 
 def _config_of(checkpoint: Checkpoint) -> tuple[AnyConfig, Multipliers]:
@@ -275,14 +260,3 @@ def _made(
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _rename(draft: Path, folder: Path) -> None:
-    """Give the folder its name; an older one of that name goes last."""
-    if not folder.exists():
-        draft.rename(folder)
-        return
-    older = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    folder.rename(older)
-    draft.rename(folder)
-    shutil.rmtree(older)

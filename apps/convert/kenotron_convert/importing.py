@@ -19,6 +19,7 @@ from kenotron_ckpt import (
     read_box,
     save_streamed,
 )
+from kenotron_convert.drafts import check_apart
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
@@ -73,7 +74,7 @@ def import_hf(
     """
     source = opened(hf)
     values, config, records = source.values, source.config, source.records
-    check_free(folder, overwrite)
+    check_free(folder, overwrite, hf)
     deviation = _compared(source, dtype) if check else None
     wanted = {name: None if stays_fp32(name) else dtype for name in records}
     sources = {
@@ -153,8 +154,14 @@ def write_or_remove(
         raise
 
 
-def check_free(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError for the folder of a run, and for a step 0 that may not be replaced."""
+def check_free(folder: Path, overwrite: bool, *sources: object) -> None:
+    """Refuse a run folder to write step 0 to.
+
+    Raises:
+        ValueError: it is the folder of a run, has one of ``sources`` in it, which are read, or a
+            step 0 that may not be replaced.
+    """
+    check_apart(folder, *sources)
     steps = {each.name for each in folder.glob("[0-9]*") if each.is_dir()} - {str(STEP)}
     if steps:
         raise ValueError(

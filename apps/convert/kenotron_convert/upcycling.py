@@ -57,7 +57,7 @@ def upcycle(
         raise ValueError(f"{checkpoint.store} does not describe a model: model_config is missing")
     dense = config_from_json(state["model_config"])
     config = upcycled_config(dense, experts, top_k)
-    check_free(folder, overwrite)
+    check_free(folder, overwrite, checkpoint.store)
     records = {n: r for n, r in checkpoint.manifest.records.items() if _is_weight(n)}
     made = _Making(checkpoint, experts, noise, std, seed)
     sources = dict(made.source(name, record) for name, record in records.items())

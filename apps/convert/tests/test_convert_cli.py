@@ -9,6 +9,7 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,6 +234,35 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(hf, capsys):
     assert exported(hf, "--overwrite") == 1
     assert "out is no model of Hugging Face" in capsys.readouterr().err
     assert left_in(hf.parent) == ["hf", "out", "run"]
+
+
+INTO_ITS_SOURCE = {
+    "hf-to-kenotron": ["--hf", "hf", "--out", "hf"],
+    "kenotron-to-hf": ["--ckpt", "run", "--out", "run"],
+    "upcycle": ["--ckpt", "run/0", "--out", "run", "--experts", "2"],
+    "average": ["--ckpt", "other", "run", "--out", "run"],
+    "adapter-to-peft": ["--ckpt", "run", "--out", "run/0"],
+    "merge-adapter": ["--adapter", "run", "--base", "hf", "--out", "link"],
+}
+
+
+def test_no_command_writes_over_what_it_reads(hf, capsys, monkeypatch):
+    makers = {name for name, each in commands().items() if "--out" in each.format_help()}
+    assert makers == {*INTO_ITS_SOURCE}
+    assert imported(hf, "--no-check") == 0
+    monkeypatch.chdir(hf.parent)
+    shutil.copytree("run", "other")
+    Path("link").symlink_to("hf")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    for command, flags in INTO_ITS_SOURCE.items():
+        assert main([command, *flags, "--overwrite"]) == 1, command
+        assert "in it, which is read: give --out a new folder" in capsys.readouterr().err, command
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def commands() -> dict[str, Any]:
+    """Parsers of all commands, by name."""
+    return next(each.choices for each in convert_parser()._actions if each.choices)
 
 
 def test_the_folder_of_a_run_is_not_written_to(hf, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 import kenotron_engine
 from kenotron_config import Config
 from kenotron_dist import Mesh
+from kenotron_dist.statistics import checksum
 from kenotron_engine import ModelPlan
 from kenotron_models import TransformersSpec, virtual_shards
 from kenotron_train.cost.cost_plan import cost_plan
@@ -24,6 +26,18 @@ class Training(kenotron_engine.Training):
 
     config: Config
     data: DataPlan
+
+    @cached_property
+    def base_checksum(self) -> str:
+        """Checksum of the weights that do not learn next to adapters, with their dtype before it.
+
+        The same on every layout. Collective over the mesh at its first use, which must come after
+        these weights are there.
+        """
+        own = self.plan.adapter.tensors() if self.plan.adapter else {}
+        frozen = {key: each for key, each in self.records().items() if each[1].name not in own}
+        dtype = str(self.plan.dtype).removeprefix("torch.")
+        return f"{dtype}:{checksum(frozen, self.mesh)}"
 
 
 OwnModel = Callable[[Config, Mesh], list[tuple[str, nn.Module]]]

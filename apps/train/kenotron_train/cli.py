@@ -38,6 +38,7 @@ from kenotron_train.plan.cli import plan_main, plan_parser
 from kenotron_train.preflight.cli import preflight_main, preflight_parser
 from kenotron_train.replay.replay import replay
 from kenotron_train.report.cli import report_main, report_parser
+from kenotron_train.run.adapters import check_adapter_file
 from kenotron_train.run.dry_run import dry_run_of
 from kenotron_train.run.elastic import with_those_left
 from kenotron_train.run.loop import run
@@ -127,6 +128,7 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
         check_hook(config.data_stages, loader)
         check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
+        check_adapter_file(config)
         cost = cost_plan(config)
         check_machine(cost, config.data_stages)
         for line in host_cautions(cost) if resolve(os.environ).rank == 0 else ():

@@ -9,12 +9,13 @@ import pytest
 import runs
 import torch
 from foreign_models import alone, configure, folder_of, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kenotron_ckpt import read_manifest
 from kenotron_config import ConfigError
 from kenotron_convert.importing import model_config
 from kenotron_dist import RankError
+from kenotron_train.run.adapters import check_adapter_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft
 WORDS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -146,6 +147,11 @@ def test_a_checkpoint_has_the_adapter_alone_and_resumes_on_another_layout(kind, 
         run(set_up(folder, tmp_path / "other", other, native=native, kind=kind, rank=2))
     with pytest.raises(RankError, match="it has an adapter alone, and model.adapter asks for none"):
         run(configure(folder, tmp_path / "none", again))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-3
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RankError, match="of an adapter of other weights: they were those of"):
+        run(set_up(folder, tmp_path / "base", again, native=native, kind=kind))
     done = runs.program("apps/generate", tmp_path, "--ckpt-path", "many", "--prompt", "A")
     assert done.returncode != 0 and "the checkpoint has an adapter and no weights" in done.stderr
 
@@ -198,17 +204,29 @@ def test_what_adapters_are_not_combined_with_is_refused_by_name(key, tmp_path):
         set_up(folder, tmp_path / "run", {key: value}, native=True)
 
 
-def test_files_of_other_adapters_are_refused(tmp_path):
+def test_files_of_other_adapters_are_refused_before_ranks_start(tmp_path):
     folder = folder_of("llama", tmp_path / "model")
     first = peft_folder(folder, tmp_path / "first", words=["q_proj"])
 
     def refused(words: str, **adapter: object) -> None:
         given = {"path": str(first), **adapter}
-        with pytest.raises(RankError, match=words):
-            run(set_up(folder, tmp_path / "run", {}, native=False, **given))
+        config = set_up(folder, tmp_path / "run", {}, native=False, **given)
+        with pytest.raises(ValueError, match=words):
+            check_adapter_file(config)
 
     refused(r"model.adapter.path: .*its tensors are not those of .*\n.*v_proj.lora_A.weight is mi")
     refused("adapter_config.json: r is 4, and it must be 2 for the adapters", rank=2)
+    refused("model.adapter.path: .*nowhere", path=str(tmp_path / "nowhere"))
     values = json.loads((first / "adapter_config.json").read_text())
-    (first / "adapter_config.json").write_text(json.dumps(values | {"use_rslora": True}))
-    refused("use_rslora is True, and it must be False", targets=["q_proj"])
+    for key, value, words in (
+        ("use_rslora", True, "use_rslora is True, and it must be False"),
+        ("init_lora_weights", "pissa_niter_4", "'pissa_niter_4', which changes the model's own we"),
+        ("lora_bias", True, "lora_bias is True, which is not computed here"),
+    ):
+        (first / "adapter_config.json").write_text(json.dumps(values | {key: value}))
+        refused(words, targets=["q_proj"])
+    with pytest.raises(RankError, match="lora_bias is True"):  # of a run without this check
+        run(set_up(folder, tmp_path / "run", {}, native=False, path=str(first)))
+    (tmp_path / "run/3").mkdir(parents=True)
+    (tmp_path / "run/3/manifest.json").write_text("{}")  # a run that goes on does not read it
+    check_adapter_file(set_up(folder, tmp_path / "run", {}, native=False, path="nowhere"))

@@ -1,5 +1,6 @@
 """What `--check` says of a config: layout, sizes and memory, and what cannot be run."""
 
+import re
 import subprocess
 import sys
 
@@ -22,6 +23,15 @@ def test_tasks_that_cannot_be_evaluated_are_a_warning():
     said = preview(config)
     assert f"Warning: nothing is evaluated during the training: {line}" in said
     assert "Cannot be run" not in said
+
+
+def test_parameters_of_a_tied_model_with_adapters_are_counted_once():
+    tied, adapter = "model.model_config.tie_word_embeddings=true", "model.adapter={rank: 2}"
+    said = preview(parse(tied, adapter))
+    base, own = re.search(r"Parameters: ([\d,]+), and ([\d,]+) of adapters, which", said).groups()
+    whole = sum(int(each.replace(",", "")) for each in (base, own))
+    assert f"embedding ... head, {whole:,} parameters a rank" in said
+    assert base == re.search(r"Parameters: ([\d,]+)\n", preview(parse(tied)))[1]
 
 
 def test_check_prints_layout_and_memory_and_trains_nothing(tmp_path):

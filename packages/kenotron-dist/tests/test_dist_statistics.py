@@ -11,8 +11,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kenotron_dist import Mesh, local_boxes, local_shape, spawn
+from kenotron_dist.hashing import key
 from kenotron_dist.placement import Chunk, Shard, TensorLayout
-from kenotron_dist.statistics import merge, moments, no_moments, statistics_of, tensor_moments
+from kenotron_dist.statistics import (
+    checksum,
+    merge,
+    moments,
+    no_moments,
+    statistics_of,
+    tensor_moments,
+)
 
 SHAPES = {"cut": (8, 6), "columns": (5, 12), "heads": (12, 3), "norm": (7,), "late": (4, 4)}
 
@@ -55,7 +63,7 @@ def layouts(mesh: Mesh) -> dict[str, TensorLayout]:
     }
 
 
-def measure(mesh: Mesh, sliced: bool) -> dict[str, dict[str, float]]:
+def measure(mesh: Mesh, sliced: bool) -> dict[str, dict[str, Any]]:
     """Each rank builds its local tensors; padding holds what nobody may count."""
     held, found = {}, layouts(mesh)
     for name, layout in list(found.items()):
@@ -72,7 +80,21 @@ def measure(mesh: Mesh, sliced: bool) -> dict[str, dict[str, float]]:
             local = local.flatten()[start:stop]
         held[name] = local
     rows = tensor_moments(held, found, list(SHAPES), mesh).tolist()
-    return {n: dataclasses.asdict(statistics_of(r)) for n, r in zip(SHAPES, rows, strict=True)}
+    all_of_it = checksum({name: (each, found[name]) for name, each in held.items()}, mesh)
+    return {n: dataclasses.asdict(statistics_of(r)) for n, r in zip(SHAPES, rows, strict=True)} | {
+        "checksum": {"all": all_of_it}
+    }
+
+
+def summed(change: float = 0.0) -> str:
+    """The checksum of whole tensors, in whole numbers of Python; one element may be another one."""
+    parts: list[str | int] = []
+    for name in sorted(SHAPES):
+        x = whole(name)
+        x.view(-1)[0] += change
+        bits = x.view(torch.int32).flatten().tolist()
+        parts += [name, sum((b ^ (b << 21)) * b + b for b in bits) % 2**64]
+    return f"{key(*parts):032x}"
 
 
 @pytest.mark.parametrize("sliced", [False, True])
@@ -83,6 +105,7 @@ def test_every_layout_has_the_statistics_of_the_whole(sizes: dict, sliced: bool)
     for found in spawn(measure, sliced, **sizes):
         for name in SHAPES:
             assert found[name] == pytest.approx(expected(whole(name)), rel=1e-9), name
+        assert found["checksum"]["all"] == summed() != summed(1e-3)
 
 
 def test_merging_does_not_lose_a_spread_beside_a_large_mean() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from kenotron_dist import Axis, Mesh, spawn
 from kenotron_dist.init import Constant, Initializer, Normal, initialize
-from kenotron_dist.placement import named_parameters, parameter_layouts
+from kenotron_dist.placement import TensorLayout, named_parameters, parameter_layouts
 from kenotron_models import (
     Build,
     Context,
@@ -19,7 +21,7 @@ from kenotron_models import (
     standard_init,
     training_flops,
 )
-from kenotron_models.families import LlamaConfig
+from kenotron_models.families import LlamaConfig, TransformersConfig
 from kenotron_tp import TPMode
 
 TINY = LlamaConfig(
@@ -134,3 +136,10 @@ def test_logits_over_tp_are_those_of_one_process(tp: int, mode: TPMode) -> None:
     ranks = spawn(logits, mode, tp=tp)
     got = torch.cat([torch.tensor(rank) for rank in ranks], -1)[:, :29]
     torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_of_transformers_without_first_values_is_told_where_they_are():
+    keys = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    rule = standard_init(TransformersConfig(config_json=json.dumps(keys)), 0.02, "NONE")
+    with pytest.raises(ValueError, match=r"mixer.D'.* with model.init_method: \{path: FOLDER\}"):
+        rule(TensorLayout("layers.0.block.mixer.D", (16,)))

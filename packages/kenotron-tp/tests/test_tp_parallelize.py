@@ -10,7 +10,7 @@ from planned_model import PLAN, TIED, VOCAB, Model
 from torch import nn
 from torch.testing import assert_close
 
-from kenotron_dist import Mesh, sum_gradients
+from kenotron_dist import Axis, Mesh, sum_gradients
 from kenotron_dist.boxes import scatter
 from kenotron_dist.placement import Chunk, Shard, Tie, named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
@@ -214,6 +214,14 @@ class ReadsConfig(nn.Module):
 
 class Hooked(nn.Linear):
     """Another class."""
+
+
+def test_one_line_stands_for_what_all_layers_have():
+    layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4)}) for _ in range(5))
+    module, axis = nn.ModuleDict({"layers": layers}), Axis("tp", 0, (0, 1))
+    with pytest.raises(ValueError, match=r"layers\.0\.norm: .*and 4 times more, with") as error:
+        parallelize(module, {"layers.*.norm": "colwise"}, axis)
+    assert len(str(error.value).splitlines()) == 2
 
 
 def test_modules_that_cannot_be_cut_are_refused():

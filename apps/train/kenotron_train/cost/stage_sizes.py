@@ -25,11 +25,11 @@ class StageSize:
 def stage_sizes(plan: CostPlan) -> list[StageSize]:
     """Return what each pipeline rank holds in one of its tp and dp ranks."""
     measured, again = MeasuredModel(plan, exact=True), recomputed(plan)
-    elements = measured.elements(plan)
+    tensors = measured.tensors(plan)
     return [
         StageSize(
             stage.names,
-            sum(elements[name] for name in stage.names),
+            sum(each.count * times for each, times in tensors[rank].items()),
             measured.held(plan, rank, again),
             measured.sent_by_stage(plan, rank, again),
         )

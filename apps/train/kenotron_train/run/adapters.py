@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kenotron_ckpt import Store, open_safetensors
-from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
-from kenotron_models import ADAPTER, Adapted, peft_problems
+from kenotron_ckpt import SafetensorsFolder, Store, has_manifests, open_safetensors
+from kenotron_config import Config, ExistingCheckpointInitConfig, ModelConfig
+from kenotron_models import ADAPTER, Adapted, AdapterSpec, peft_problems
 from kenotron_models.hf import read_json
 from kenotron_train.assemble import Training
 
@@ -19,6 +19,34 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of peft."""
 SAME = ("kind", "rank", "alpha", "targets")
 """Keys of ``model.adapter`` that a checkpoint and the config that resumes it have in common."""
+CHECKSUM = "base_checksum"
+"""What a checkpoint says of the weights next to adapters."""
+
+
+def check_adapter_file(config: Config) -> None:
+    """Refuse a folder that adapters cannot begin as, where a run would begin as it.
+
+    Raises:
+        ValueError: it is not there, is damaged, or is of other adapters than ``model.adapter``.
+    """
+    checkpoints = config.checkpoints
+    begun = checkpoints.resume_checkpoint_path or has_manifests(Path(checkpoints.checkpoints_path))
+    section, spec = config.model.adapter, config.adapter
+    if begun or section is None or section.path is None or spec is None:
+        return
+    _opened(Path(section.path), spec)
+
+
+def _opened(path: Path, spec: AdapterSpec) -> SafetensorsFolder:
+    """Open a folder of peft; ValueError, with the key, where it is of other adapters."""
+    try:
+        if problems := peft_problems(spec, read_json(path / CONFIG)):
+            raise ValueError(f"{path / CONFIG}: {'; '.join(problems)}")
+        folder = open_safetensors(path, single=WEIGHTS)
+        folder.records(spec.tensors())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"model.adapter.path: {error}") from error
+    return folder
 
 
 def begin_adapters(training: Training) -> str:
@@ -34,11 +62,9 @@ def begin_adapters(training: Training) -> str:
         _begin_norms(training)
         return ""
     path, ours = Path(section.path), plan.adapter.tensors()
+    folder = _opened(path, plan.adapter)
+    wanted = {k: v for k, v in training.first_records().items() if v[1].name in ours}
     try:
-        if problems := peft_problems(plan.adapter, read_json(path / CONFIG)):
-            raise ValueError(f"{path / CONFIG}: {'; '.join(problems)}")
-        folder = open_safetensors(path, single=WEIGHTS)
-        wanted = {k: v for k, v in training.first_records().items() if v[1].name in ours}
         folder.load(folder.records(ours), wanted, training.mesh)
     except ValueError as error:
         raise ValueError(f"model.adapter.path: {error}") from error
@@ -73,6 +99,44 @@ def adapter_state(model: ModelConfig) -> dict[str, Any]:
     method = model.init_method
     base = method.path if isinstance(method, ExistingCheckpointInitConfig) else None
     return {ADAPTER: {**asdict(model.adapter), "base": base}}
+
+
+def saved_adapter(training: Training) -> dict[str, Any]:
+    """Return ``adapter_state`` and the checksum of the base. Collective over the mesh."""
+    state = adapter_state(training.config.model)
+    if state:
+        state[ADAPTER][CHECKSUM] = training.base_checksum
+    return state
+
+
+def check_base(saved: Any, training: Training, folder: Store) -> None:
+    """Refuse a checkpoint whose adapters learned next to other weights than those that are there.
+
+    Collective over the mesh. Weights of another dtype are not compared.
+
+    Args:
+        saved: ``model_config`` of the checkpoint's state, which ``check_adapter`` accepted.
+        training: with its base.
+        folder: of the checkpoint.
+
+    Raises:
+        ValueError: naming both bases.
+    """
+    if training.config.model.adapter is None or CHECKSUM not in saved[ADAPTER]:
+        return  # written by an older version
+    before, now = str(saved[ADAPTER][CHECKSUM]), training.base_checksum
+    if before == now or before.partition(":")[0] != now.partition(":")[0]:
+        return
+    at = adapter_state(training.config.model)[ADAPTER]["base"]
+    was, here = (
+        f"those of {place}" if place else "drawn by general.seed and model.init_method"
+        for place in (saved[ADAPTER].get("base"), at)
+    )
+    raise ValueError(
+        f"{folder} is of an adapter of other weights: they were {was} (checksum {before}), and are "
+        f"{here} now (checksum {now}): give model.init_method and general.seed that lead to the "
+        "weights that the adapter learned with"
+    )
 
 
 def check_adapter(saved: Any, model: ModelConfig, folder: Store) -> Any:

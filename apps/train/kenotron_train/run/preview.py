@@ -5,6 +5,7 @@ Nothing is started and nothing is allocated: layers are built on torch's meta de
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from kenotron_config import Config, Mask, ParallelismConfig, cautions, dump_config, ignored_keys
@@ -98,6 +99,7 @@ def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
     named = {
         "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path,
+        "model.adapter.path": config.model.adapter and config.model.adapter.path,
         "model.init_method.path": getattr(config.model.init_method, "path", None),
     }
     if config.doremi is not None:
@@ -177,7 +179,10 @@ def _rank_of(sizes: ParallelismConfig) -> str:
 
 
 def _memory(plan: CostPlan) -> str:
-    lines = [f"Parameters: {parameter_count(plan.spec):,}"]
+    own = plan.adapter.tensors() if plan.adapter else {}
+    learn = sum(math.prod(each.shape) for each in own.values())
+    adapters = f", and {learn:,} of adapters, which alone learn" if learn else ""
+    lines = [f"Parameters: {parameter_count(plan.spec):,}{adapters}"]
     for rank, stage in enumerate(stage_sizes(plan)):
         parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in stage.bytes_of.items())
         names = f"{stage.layers[0]} ... {stage.layers[-1]}"

@@ -27,7 +27,7 @@ from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_state
 from kenotron_train.reproducible import conditions
-from kenotron_train.run.adapters import check_adapter
+from kenotron_train.run.adapters import check_adapter, check_base
 from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_base, load_initial
 from kenotron_train.run.memory_folder import MemoryFolder, is_own, newer_in_memory
@@ -169,6 +169,7 @@ def _load_from(
     steps = int(state["optimizer_steps"])
     if config.model.adapter is not None:
         load_base(training)
+        check_base(state["model_config"], training, folder)
     parameters: dict[str, Any] = dict(training.saved_records())
     wanted: dict[str, Any] = {}
     dropped = check_module(config.model.mtp is not None, folder, manifest.records)

@@ -22,7 +22,7 @@ from kenotron_train.data.data_settings import reading_of, tokenizer_state
 from kenotron_train.log.run_folder import writing
 from kenotron_train.progress import Progress
 from kenotron_train.reproducible import conditions
-from kenotron_train.run.adapters import adapter_state
+from kenotron_train.run.adapters import saved_adapter
 from kenotron_train.run.upload import Uploads
 
 
@@ -69,7 +69,7 @@ def save_run(
         **progress.to_state(),
         "optimizer_steps": training.optimizer.steps,
         "model_config": model_to_json(config.model.model_config, config.multipliers)
-        | adapter_state(config.model),
+        | saved_adapter(training),
         "dtype": config.model.dtype,
         "sequence_length": config.longest_sequence,
         "tokenizer": tokenizer_state(config.tokenizer),

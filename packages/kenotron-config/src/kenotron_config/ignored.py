@@ -28,6 +28,8 @@ STAGE_WITHOUT_EFFECT = {
     "data.dataset.use_old_brrr_dataloader": "there is one loader",
 }
 KERNEL, ALWAYS_FP32 = "it chose a kernel", "the softmax is always computed in float32"
+FILE_READ = ("path",)
+"""Key of a file that was read when the section was made: what it says is in another key."""
 MODEL_REASONS = {
     "pad_token_id": "padded positions carry no label",
     "dtype": "model.dtype decides",
@@ -125,6 +127,8 @@ def unread_model_keys(model: Any) -> list[str]:
     now = _decoder(model)
     found = []
     for path, value, others in _changed(model) if now is not None else ():
+        if path == FILE_READ:
+            continue
         made = [_decoder(model, path, other) for other in others]
         accepted = [each for each in made if each is not None]
         if made[0] is None or len(accepted) < min(2, len(made)):

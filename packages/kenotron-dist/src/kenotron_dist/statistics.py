@@ -1,5 +1,7 @@
 """Mean, spread, extremes and norms of tensors that ranks hold in parts, the same on every rank.
 
+A checksum of all of them tells whether any bit differs.
+
 What is known of some numbers is a row of ``FIELDS`` fp64 numbers (*moments*). Rows of parts are
 merged to the row of the whole, with central moments (Pebay, SAND2008-6212): nothing is lost where
 a mean is large compared with the spread.
@@ -19,11 +21,14 @@ from torch import Tensor
 
 from kenotron_dist.boxes import local_boxes, norm_weight, view_of
 from kenotron_dist.collectives import all_gather
+from kenotron_dist.hashing import key
 from kenotron_dist.mesh import Mesh
+from kenotron_dist.objects import gather_objects
 from kenotron_dist.placement import TensorLayout
 
 __all__ = [
     "Statistics",
+    "checksum",
     "merge",
     "moments",
     "no_moments",
@@ -151,6 +156,41 @@ def statistics_of(row: Sequence[float]) -> Statistics:
         mean, math.sqrt(variance), low, high, size, math.sqrt(squares + count * mean * mean),
         zeros / count, kurtosis,
     )  # fmt: skip
+
+
+def checksum(records: Mapping[str, tuple[Tensor, TensorLayout]], mesh: Mesh) -> str:
+    """Return 32 hexadecimal digits of whole logical tensors, the same on every rank and layout.
+
+    Names and all elements count, each once, padding not at all; the order of a tensor's elements
+    does not. Collective over the mesh.
+
+    Args:
+        records: this rank's local tensors and their layouts, whose names count.
+        mesh: the mesh.
+    """
+    sums = {}
+    for tensor, layout in records.values():
+        view = mesh.view(layout)
+        own = [b for b in local_boxes(layout, view) if b.numel and norm_weight(layout, view, b) > 0]
+        held = tensor.detach()
+        if parts := [_bit_sum(view_of(held, layout, view, box)) for box in own]:
+            sums[layout.name] = torch.stack(parts).sum()
+    values = torch.stack([*sums.values()]).tolist() if sums else []
+    whole = dict[str, int]()
+    for found in gather_objects(dict(zip(sums, values, strict=True)), mesh.world):
+        for name, value in found.items():
+            whole[name] = (whole.get(name, 0) + value) % 2**64
+    return f"{key(*(part for pair in sorted(whole.items()) for part in pair)):032x}"
+
+
+def _bit_sum(x: Tensor) -> Tensor:
+    """Return a number (), int64, of the bits of elements in any order; sums of parts are sums."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for part in _parts(x):
+        bits = part.contiguous().view(kind).long()
+        total += ((bits ^ (bits << 21)) * bits + bits).sum()  # modulo 2**64
+    return total
 
 
 def _parts(x: Tensor) -> Iterable[Tensor]:

@@ -37,6 +37,7 @@ from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds
 from kenotron_models.mup import DepthRule, Mup, MupOptimizer, ParameterScale, mup_scales
 from kenotron_models.mup_init import mup_init, mup_table
 from kenotron_models.parameter_init import standard_init
+from kenotron_models.peft_config import foreign_keys, rank_and_scale
 from kenotron_models.recompute import Recompute
 from kenotron_models.registry import (
     ADAPTER,
@@ -114,7 +115,9 @@ __all__ = [
     "linear_parts",
     "parameter_count",
     "peak_bf16_flops",
+    "foreign_keys",
     "peft_problems",
+    "rank_and_scale",
     "reported_name",
     "router_shapes",
     "sent_bytes",

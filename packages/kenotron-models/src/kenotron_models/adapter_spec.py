@@ -23,6 +23,7 @@ from kenotron_dist.placement import TensorLayout
 from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.hf import hf_tensors
 from kenotron_models.hf_tensors import TensorPart, Whole
+from kenotron_models.peft_config import foreign_keys
 from kenotron_models.registry import AnyConfig, family_of
 from kenotron_models.shapes import ONE
 from kenotron_models.transformers_names import transformers_tensors
@@ -36,14 +37,14 @@ ALL = "all"
 PEFT = "base_model.model."
 """Begins the names of tensors that peft writes."""
 Kind = Literal["lora", "dora"]
-FIXED: dict[str, Any] = {
+WRITTEN: dict[str, Any] = {
     "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
     "use_rslora": False, "lora_bias": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "layers_to_transform": None, "layer_replication": None,
 }  # fmt: skip
-"""Keys of peft, and the only values that adapters have here."""
-FREE = ("inference_mode", "init_lora_weights", "fan_in_fan_out")
-"""Those of them that do not change what a loaded adapter computes."""
+"""Keys of peft with one value in all files that are written here."""
+ONE_SCALE = ("use_rslora", "rank_pattern", "alpha_pattern")
+"""Those of them that adapters of a training have no other value of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class AdapterSpec:
             "lora_dropout": self.dropout,
             "use_dora": self.kind == "dora",
             "target_modules": modules,
-            **FIXED,
+            **WRITTEN,
         }
 
     def tensors(self) -> dict[str, Whole]:
@@ -119,10 +120,9 @@ class AdapterSpec:
 
 def peft_problems(spec: AdapterSpec, values: Mapping[str, Any]) -> list[str]:
     """Name the keys of an adapter_config.json that are not those of adapters; one line each."""
-    due = {key: value for key, value in spec.to_peft(None).items() if key in ("r", "lora_alpha")}
-    due |= {"peft_type": "LORA", "use_dora": spec.kind == "dora"}
-    due |= {key: value for key, value in FIXED.items() if key not in FREE}
-    return [
+    due = {"r": spec.rank, "lora_alpha": spec.alpha, "use_dora": spec.kind == "dora"}
+    due |= {key: WRITTEN[key] for key in ONE_SCALE}
+    return foreign_keys(values) + [
         f"{key} is {values.get(key)!r}, and it must be {value!r} for the adapters of the config"
         for key, value in due.items()
         if (values.get(key) or None) != (value or None)
@@ -221,7 +221,10 @@ def targeted(
             words = sorted({key_of(part) for own in parts.values() for part in own})
             near = get_close_matches(target.rpartition(".")[2], words, n=1, cutoff=0.5)
             hint = f"; is it {near[0]}?" if near else ""
-            problems.append(f"{target!r} is no linear layer: there are {', '.join(words)}{hint}")
+            there = (
+                ", ".join(words) or "none that adapters know (Conv1D of transformers is not one)"
+            )
+            problems.append(f"{target!r} is no linear layer: there are {there}{hint}")
         hits |= new
     if problems:
         raise ValueError("\n".join(problems))

@@ -11,6 +11,7 @@ from kenotron_dist.init import Constant, Initializer, Normal, Uniform
 from kenotron_dist.placement import TensorLayout
 from kenotron_models.part import HasFirstValues
 from kenotron_models.spec import Architecture
+from kenotron_models.transformers_spec import TransformersSpec
 
 DRAWN: frozenset[Role] = frozenset({"embedding", "hidden", "residual", "output", "router"})
 """Roles of tensors whose first values are normal draws."""
@@ -63,11 +64,20 @@ def standard_init(
             return Normal(std)
         raise ValueError(
             f"parameter {layout.name!r} of shape {list(layout.shape)} has the role "
-            f"{layout.role!r}, which has no first values: declare another one on its module, such "
-            "as kenotron_dist.declare_roles(module, name='norm')"
+            f"{layout.role!r}, which has no first values: {_remedy(config)}"
         )
 
     return rule
+
+
+def _remedy(config: Architecture) -> str:
+    """Return what to do about a parameter without first values."""
+    if isinstance(config.decoder, TransformersSpec):
+        return "read those of a model's folder with model.init_method: {path: FOLDER}"
+    return (
+        "declare another one on its module, such as kenotron_dist.declare_roles(module, "
+        "name='norm')"
+    )
 
 
 def _of_part(layout: TensorLayout, config: Architecture) -> Initializer | None:

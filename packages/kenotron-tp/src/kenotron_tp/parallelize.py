@@ -22,6 +22,7 @@ word, and a style for each:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -112,11 +113,20 @@ def parallelize(
     problems += unsaid_problems(module, named) if strict else []
     problems += [line for tie in tied for line in _tie_problems(module, tie, named)]
     if problems:
-        raise ValueError("\n  ".join(["the plan cannot be followed:", *problems]))
+        raise ValueError("\n  ".join(["the plan cannot be followed:", *_grouped(problems)]))
     for path, each in named.items():
         _apply(module, path, each, axis, overlap)
     for tie in tied:
         _tie_again(module, tie)
+
+
+def _grouped(problems: list[str]) -> list[str]:
+    """Return the first of those that differ in numbers of layers alone, and how many follow."""
+    groups = dict[str, list[str]]()
+    for line in problems:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", line), []).append(line)
+    more = " (and {} times more, with other numbers of layers)"
+    return [own[0] + (more.format(len(own) - 1) if own[1:] else "") for own in groups.values()]
 
 
 def _apply(module: nn.Module, path: str, named: Named, axis: Axis, overlap: bool) -> None:
