@@ -165,7 +165,7 @@ def checksum(records: Mapping[str, tuple[Tensor, TensorLayout]], mesh: Mesh) -> 
     does not. Collective over the mesh.
 
     Args:
-        records: this rank's local tensors and their layouts, whose names count.
+        records: this rank's local tensors, any shape, and their layouts, whose names count.
         mesh: the mesh.
     """
     sums = {}
