@@ -128,7 +128,10 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
         check_hook(config.data_stages, loader)
         check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
-        check_adapter_file(config)
+        run = config.checkpoints
+        check_adapter_file(
+            config.model, config.adapter, Path(run.checkpoints_path), run.resume_checkpoint_path
+        )
         cost = cost_plan(config)
         check_machine(cost, config.data_stages)
         for line in host_cautions(cost) if resolve(os.environ).rank == 0 else ():

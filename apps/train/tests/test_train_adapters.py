@@ -12,7 +12,7 @@ from foreign_models import alone, configure, folder_of, run
 from safetensors.torch import load_file, save_file
 
 from kenotron_ckpt import read_manifest
-from kenotron_config import ConfigError
+from kenotron_config import Config, ConfigError
 from kenotron_convert.importing import model_config
 from kenotron_dist import RankError
 from kenotron_train.run.adapters import check_adapter_file
@@ -67,6 +67,11 @@ def set_up(folder: Path, place: Path, changes: dict, *, native: bool, **adapter:
     if native:
         more["model.model_config"] = json.dumps(model_config(folder))
     return configure(folder, place, FIVE | more | changes)
+
+
+def check_file(config: Config) -> None:
+    folder = Path(config.checkpoints.checkpoints_path)
+    check_adapter_file(config.model, config.adapter, folder, None)
 
 
 def losses(config: object) -> list[float]:
@@ -212,7 +217,7 @@ def test_files_of_other_adapters_are_refused_before_ranks_start(tmp_path):
         given = {"path": str(first), **adapter}
         config = set_up(folder, tmp_path / "run", {}, native=False, **given)
         with pytest.raises(ValueError, match=words):
-            check_adapter_file(config)
+            check_file(config)
 
     refused(r"model.adapter.path: .*its tensors are not those of .*\n.*v_proj.lora_A.weight is mi")
     refused("adapter_config.json: r is 4, and it must be 2 for the adapters", rank=2)
@@ -229,4 +234,4 @@ def test_files_of_other_adapters_are_refused_before_ranks_start(tmp_path):
         run(set_up(folder, tmp_path / "run", {}, native=False, path=str(first)))
     (tmp_path / "run/3").mkdir(parents=True)
     (tmp_path / "run/3/manifest.json").write_text("{}")  # a run that goes on does not read it
-    check_adapter_file(set_up(folder, tmp_path / "run", {}, native=False, path="nowhere"))
+    check_file(set_up(folder, tmp_path / "run", {}, native=False, path="nowhere"))

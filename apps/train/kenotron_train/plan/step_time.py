@@ -70,7 +70,7 @@ class TimedModel:
         works = self.works(plan, again)
         found = arrives = returns = 0.0
         for own in works:  # whose first parts are the first stages, in order
-            forward, inputs, weights = map(sum, zip(*(work.seconds for work in own), strict=True))
+            forward, inputs, weights = (sum(work.seconds[i] for work in own) for i in range(3))
             busy, split = many * (forward + inputs + weights), many * weights * schedule.splits
             found = max(found, arrives + max(busy, busy - split + returns))
             first = own[0].seconds

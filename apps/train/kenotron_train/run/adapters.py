@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import SafetensorsFolder, Store, has_manifests, open_safetensors
-from kenotron_config import Config, ExistingCheckpointInitConfig, ModelConfig
+from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
 from kenotron_models import ADAPTER, Adapted, AdapterSpec, peft_problems
 from kenotron_models.hf import read_json
 from kenotron_train.assemble import Training
@@ -23,15 +23,21 @@ CHECKSUM = "base_checksum"
 """What a checkpoint says of the weights next to adapters."""
 
 
-def check_adapter_file(config: Config) -> None:
+def check_adapter_file(
+    model: ModelConfig, spec: AdapterSpec | None, folder: Path, resume: str | Path | None
+) -> None:
     """Refuse a folder that adapters cannot begin as, where a run would begin as it.
+
+    Args:
+        model: section of the run.
+        spec: the adapters of the model.
+        folder: ``checkpoints.checkpoints_path``.
+        resume: ``checkpoints.resume_checkpoint_path``.
 
     Raises:
         ValueError: it is not there, is damaged, or is of other adapters than ``model.adapter``.
     """
-    checkpoints = config.checkpoints
-    begun = checkpoints.resume_checkpoint_path or has_manifests(Path(checkpoints.checkpoints_path))
-    section, spec = config.model.adapter, config.adapter
+    section, begun = model.adapter, resume or has_manifests(folder)
     if begun or section is None or section.path is None or spec is None:
         return
     _opened(Path(section.path), spec)

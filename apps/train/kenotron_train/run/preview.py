@@ -99,7 +99,7 @@ def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
     named = {
         "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path,
-        "model.adapter.path": config.model.adapter and config.model.adapter.path,
+        "model.adapter.path": getattr(config.model.adapter, "path", None),
         "model.init_method.path": getattr(config.model.init_method, "path", None),
     }
     if config.doremi is not None:
