@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,11 @@ def test_a_base_in_bf16_and_experts_are_frozen(tmp_path):
     many = losses(set_up(folder, tmp_path / "many", changes, native=False, **targets))
     assert many == pytest.approx(one, rel=2e-2) and one[-1] != one[0]
     names = read_manifest(tmp_path / "many/4").records
+    log = (tmp_path / "one/log.txt").read_text()
+    assert "groups of adapters (the base is frozen):" in log
+    groups = re.findall(r"\]: +\d+ +\S+ +\S+ +(\d+) +[\d,]+  (layers\..*)", log)
+    # Saved are a weight, its copy in fp32 and two moments of each.
+    assert [(4 * int(count), ".lora." in shown) for count, shown in groups] == [(len(names), True)]
     assert all(".self_attn." in name and ".lora." in name for name in names)
 
 

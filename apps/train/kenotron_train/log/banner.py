@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kenotron_ckpt import DataStatesConfig
 from kenotron_config import Device, GeneralConfig, cautions, ignored_keys
@@ -10,12 +11,22 @@ from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import Mesh, gpu_problem, visible_gpus
 from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
-from kenotron_optim import describe_groups
+from kenotron_optim import ParameterGroup, describe_groups
 from kenotron_train.assemble import Training
 from kenotron_train.log.numbers import short
 from kenotron_train.log.report import Report
 from kenotron_train.log.run_name import run_name
 from kenotron_train.reproducible import conditions, described
+
+
+def _learning(training: Training) -> list[ParameterGroup]:
+    """Groups of the tensors that learn: of the adapters alone, where there are some."""
+    if training.config.adapter is None:
+        return list(training.groups)
+    return [
+        replace(group, names=tuple(name for name in group.names if ".lora." in name))
+        for group in training.groups
+    ]
 
 
 def introduce(training: Training, report: Report, remark: str) -> None:
@@ -41,8 +52,9 @@ def introduce(training: Training, report: Report, remark: str) -> None:
         + "\n".join(map(_stage, stages))
     )
     report.say(
-        f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
-        + describe_groups(training.groups, training.model.layouts)
+        f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of "
+        f"{'parameters' if config.adapter is None else 'adapters (the base is frozen)'}:\n"
+        + describe_groups(_learning(training), training.model.layouts)
     )
     if config.parallelism.dp > 1:
         buckets = len(training.grads.buckets)
