@@ -18,9 +18,8 @@ from kenotron_engine import (
     ModelOnMesh,
     ModelPlan,
     Records,
-    as_trained,
     assemble,
-    build_model,
+    model_as_trained,
 )
 from kenotron_models import (
     Build,
@@ -141,11 +140,8 @@ def load_scorer(
         ValueError: as ``load_model``.
     """
     dtype, saved = getattr(torch, described.dtype), described.reproducible
-    if saved is not None and threads is None:
-        torch.set_num_threads(saved["threads"])
     plan = ModelPlan(spec=described.model, dtype=dtype, draws=None)  # padding is 0
-    plan, remark = as_trained(plan, saved, mesh, scores=True)
-    model = ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh))
+    model, remark = model_as_trained(plan, saved, mesh, scores=True, threads=threads)
     _fill(described, model.records(), mesh)
     return model, remark
 

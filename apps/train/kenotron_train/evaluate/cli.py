@@ -17,7 +17,7 @@ from kenotron_command import FAILED, OK, add_layout, framed, layout_sizes
 from kenotron_config import Config, EvaluateConfig, unavailable
 from kenotron_data import tokenizer_libraries
 from kenotron_dist import Mesh, MeshConfig, explained, start
-from kenotron_engine import ModelOnMesh, ModelPlan, Validation, as_trained, build_model
+from kenotron_engine import ModelOnMesh, ModelPlan, Validation, model_as_trained
 from kenotron_models import model_from_json
 from kenotron_train.called import called
 from kenotron_train.config_file import load_config, parse_config
@@ -222,10 +222,7 @@ def read_model(
         spec=multipliers.applied(config.decoder), dtype=getattr(torch, dtype), draws=None
     )
     saved = state.get("reproducible")
-    if saved is not None and threads is None:
-        torch.set_num_threads(saved["threads"])
-    plan, remark = as_trained(plan, saved, mesh, scores=scores)
-    model = ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh))
+    model, remark = model_as_trained(plan, saved, mesh, scores=scores, threads=threads)
     checkpoint.load(model.records())
     return model, remark
 

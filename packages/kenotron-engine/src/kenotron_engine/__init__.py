@@ -12,6 +12,7 @@ from kenotron_engine.conditions import (
     Conditions,
     as_trained,
     changed_conditions,
+    model_as_trained,
     process_conditions,
 )
 from kenotron_engine.continuation import continue_texts
@@ -111,6 +112,7 @@ __all__ = [
     "join_pieces",
     "largest_difference",
     "objective_of",
+    "model_as_trained",
     "perplexity",
     "pieces_of",
     "process_conditions",

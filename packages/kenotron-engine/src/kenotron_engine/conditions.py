@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from kenotron_dist import Mesh
+from kenotron_engine.assembly import build_model
+from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.model_plan import ModelPlan
 from kenotron_engine.sequence import CPMode
 from kenotron_models import virtual_shards
@@ -58,6 +60,33 @@ def as_trained(
     )
     now = {name: value for name, value in process_conditions().items() if name in saved}
     return exact, changed_conditions(saved, now).removeprefix("; ")
+
+
+def model_as_trained(
+    plan: ModelPlan,
+    saved: Mapping[str, Any] | None,
+    mesh: Mesh,
+    *,
+    scores: bool,
+    threads: int | None,
+) -> tuple[ModelOnMesh, str]:
+    """Build a checkpoint's model, without its weights, to compute the bits of its training.
+
+    Args:
+        plan: see ``as_trained``, as the next ones and the remark that is returned.
+        saved: conditions.
+        mesh: any layout that the model fits.
+        scores: whether texts are scored.
+        threads: CPU threads that torch was given; None: it gets those of a reproducible
+            training.
+
+    Raises:
+        ValueError: the mesh does not fit the model.
+    """
+    if saved is not None and threads is None:
+        torch.set_num_threads(saved["threads"])
+    plan, remark = as_trained(plan, saved, mesh, scores=scores)
+    return ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh)), remark
 
 
 def process_conditions() -> Conditions:

@@ -155,6 +155,19 @@ def _batch(rows: Sequence[Row], numbers: list[int], shape: tuple[int, int, int])
     )  # fmt: skip
 
 
+def logits_of(model: ModelOnMesh, x: Tensor) -> Tensor:
+    """Return logits (K, V/t) of the head's input (K, D): a reproducible model's are its training's.
+
+    ``x`` itself where the head is not ours, so that it is logits.
+    """
+    head, plan = model.model.head, model.plan
+    if head is None:
+        return x
+    if plan.reproducible:
+        return virtual_logits(x, head.weight, model.mesh["tp"], plan.virtual_shards, head.cap)
+    return capped_logits(matmul(x, head.weight), head.cap)
+
+
 def _adding_to(
     found: Tensor, model: ModelOnMesh, micros: list[MicroBatch]
 ) -> Callable[[Tensor, int], Tensor]:
@@ -173,9 +186,7 @@ def _adding_to(
         row_of = micro.samples_B.repeat_interleave(micro.labels_BS.shape[1])
         total = torch.zeros((), device=x.device)
         for part in places.split(TOKENS_AT_A_TIME) if len(places) else ():
-            logits = x[part]
-            if head is not None:
-                logits = capped_logits(matmul(logits, head.weight), head.cap)
+            logits = logits_of(model, x[part])
             vocab_size = model.plan.spec.vocab_size
             each = cross_entropy(logits, labels[part], tp, vocab_size=vocab_size)[0]
             best, _ = likeliest(logits, tp, vocab_size=vocab_size)
@@ -191,12 +202,10 @@ def _adding_exactly(
     found: Tensor, model: ModelOnMesh, micros: list[MicroBatch]
 ) -> Callable[[Tensor, int], Tensor]:
     """``_adding_to`` for micro-batches of one row, in the shapes of a training step."""
-    head, tp, plan = model.model.head, model.mesh["tp"], model.plan
 
     def best_of(x: Tensor) -> Tensor:
-        assert head is not None  # a reproducible model is its plan's
-        logits = virtual_logits(x, head.weight, tp, plan.virtual_shards, head.cap)
-        return likeliest(logits, tp, vocab_size=plan.spec.vocab_size)[0]
+        tp, vocab_size = model.mesh["tp"], model.plan.spec.vocab_size
+        return likeliest(logits_of(model, x), tp, vocab_size=vocab_size)[0]
 
     def loss(x: Tensor, microbatch: int) -> Tensor:
         micro = micros[microbatch]

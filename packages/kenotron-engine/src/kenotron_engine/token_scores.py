@@ -16,9 +16,9 @@ from kenotron_data import MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import token_losses
-from kenotron_engine.scoring import TOKENS_AT_A_TIME, Row, read_rows
+from kenotron_engine.scoring import TOKENS_AT_A_TIME, Row, logits_of, read_rows
 from kenotron_engine.sequence import NO_TARGET
-from kenotron_tp import capped_logits, join_tokens, likeliest_ids, matmul, virtual_logits
+from kenotron_tp import join_tokens, likeliest_ids
 
 
 class TokenScore(NamedTuple):
@@ -106,16 +106,10 @@ def _putting_in(
 
 def _likeliest_of(model: ModelOnMesh, x: Tensor, tokens: int, count: int) -> Tensor:
     """Return the likeliest tokens of each place, (T, n) int64; ``x`` as in ``_putting_in``."""
-    head, tp, plan = model.model.head, model.mesh["tp"], model.plan
+    head, tp, vocab_size = model.model.head, model.mesh["tp"], model.plan.spec.vocab_size
     if count == 0:
         return torch.zeros(tokens, 0, dtype=torch.int64, device=x.device)
     if head is not None and head.sequence_parallel:
         x = join_tokens(x, tp, tokens)
-    found = []
-    for part in x.split(TOKENS_AT_A_TIME):
-        if head is not None and plan.reproducible:
-            part = virtual_logits(part, head.weight, tp, plan.virtual_shards, head.cap)
-        elif head is not None:
-            part = capped_logits(matmul(part, head.weight), head.cap)
-        found.append(likeliest_ids(part, tp, vocab_size=plan.spec.vocab_size, count=count))
-    return torch.cat(found)
+    parts = (logits_of(model, part) for part in x.split(TOKENS_AT_A_TIME))
+    return torch.cat([likeliest_ids(p, tp, vocab_size=vocab_size, count=count) for p in parts])
