@@ -21,10 +21,11 @@ from kenotron_train.reproducible import conditions, described
 
 def _learning(training: Training) -> list[ParameterGroup]:
     """Groups of the tensors that learn: of the adapters alone, where there are some."""
-    if training.config.adapter is None:
+    if (adapter := training.plan.adapter) is None:
         return list(training.groups)
+    own = adapter.tensors()
     return [
-        replace(group, names=tuple(name for name in group.names if ".lora." in name))
+        replace(group, names=tuple(name for name in group.names if name in own))
         for group in training.groups
     ]
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal
 
 from kenotron_config import Config
-from kenotron_models import Recompute, TransformersSpec, expert_count
+from kenotron_models import Recompute, expert_count
 from kenotron_models.families import TransformersConfig
 from kenotron_train.cost.cost_plan import CostPlan, cost_plan
 from kenotron_train.plan.knobs import Knobs, knobs_of, with_knobs
@@ -88,12 +88,15 @@ def with_layout(config: Config, layout: PlannedLayout) -> Config:
     those of transformers' layers.
 
     Raises:
-        ValueError: the config's own checks refuse it; one line for each problem.
+        ValueError: the config's own checks refuse it; one line for each problem. Or it cuts samples
+            of a model of transformers over cp.
     """
     sizes, tokens = config.parallelism, config.tokens
     rows = layout.dp * layout.micro_batch
     before = sizes.dp * tokens.micro_batch_size
     foreign = isinstance(config.model.model_config, TransformersConfig)
+    if foreign and layout.cp > 1:
+        raise ValueError(CP_OF_TRANSFORMERS)
     parallelism = replace(
         sizes,
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep")},
@@ -164,7 +167,7 @@ def legal_layouts(
         search: further keys; see ``KEYS``.
         devices: of a node.
     """
-    experts, foreign = expert_count(config.decoder), isinstance(config.decoder, TransformersSpec)
+    experts = expert_count(config.decoder)
     engines: dict[int, list[Engine]] = {}
     for pp, cp, tp in _factors(ranks, 3):
         rows = ranks // (pp * cp * tp)
@@ -180,8 +183,6 @@ def legal_layouts(
         ]
         for layout in layouts:
             try:
-                if foreign and cp > 1:
-                    raise ValueError(CP_OF_TRANSFORMERS)
                 first = with_layout(config, layout)
             except ValueError as error:
                 refused.add(error)
@@ -231,12 +232,9 @@ def nearest_legal(config: Config, ranks: int) -> int | None:
 
     A size of an axis that is not legal alone is legal in no layout.
     """
-    foreign = isinstance(config.decoder, TransformersSpec)
 
     @cache
     def legal(dp: int, pp: int, cp: int, tp: int) -> bool:
-        if foreign and cp > 1:
-            return False
         try:
             with_layout(config, PlannedLayout(dp, pp, cp, tp, zero=int(dp * cp > 1)))
         except ValueError:

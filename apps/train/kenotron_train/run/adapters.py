@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kenotron_ckpt import SafetensorsFolder, Store, has_manifests, open_safetensors
+from kenotron_ckpt import Record, SafetensorsFolder, Store, has_manifests, open_safetensors
 from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
 from kenotron_models import ADAPTER, Adapted, AdapterSpec, peft_problems
 from kenotron_models.hf import read_json
@@ -43,16 +43,18 @@ def check_adapter_file(
     _opened(Path(section.path), spec)
 
 
-def _opened(path: Path, spec: AdapterSpec) -> SafetensorsFolder:
-    """Open a folder of peft; ValueError, with the key, where it is of other adapters."""
+def _opened(path: Path, spec: AdapterSpec) -> tuple[SafetensorsFolder, dict[str, Record]]:
+    """Open a folder of peft, and find the adapters there.
+
+    Raises ValueError, with the key, where they are others.
+    """
     try:
         if problems := peft_problems(spec, read_json(path / CONFIG)):
             raise ValueError(f"{path / CONFIG}: {'; '.join(problems)}")
         folder = open_safetensors(path, single=WEIGHTS)
-        folder.records(spec.tensors())
+        return folder, folder.records(spec.tensors())
     except (ValueError, OSError) as error:
         raise ValueError(f"model.adapter.path: {error}") from error
-    return folder
 
 
 def begin_adapters(training: Training) -> str:
@@ -67,11 +69,11 @@ def begin_adapters(training: Training) -> str:
     if section.path is None:
         _begin_norms(training)
         return ""
-    path, ours = Path(section.path), plan.adapter.tensors()
-    folder = _opened(path, plan.adapter)
-    wanted = {k: v for k, v in training.first_records().items() if v[1].name in ours}
+    path = Path(section.path)
+    folder, records = _opened(path, plan.adapter)
+    wanted = {k: v for k, v in training.first_records().items() if v[1].name in records}
     try:
-        folder.load(folder.records(ours), wanted, training.mesh)
+        folder.load(records, wanted, training.mesh)
     except ValueError as error:
         raise ValueError(f"model.adapter.path: {error}") from error
     if plan.dtype == torch.float32:
