@@ -60,7 +60,7 @@ def one_process(
     row: Row, folder: Path, steps: int, keys: Mapping[str, str] = MappingProxyType({})
 ) -> grid_run.Measured:
     """A row of one process with further keys, run once for all that ask."""
-    name = f"{row}-one-{zlib.crc32(repr(dict(keys)).encode())}"
+    name = f"{row}-one-{zlib.crc32(repr((row, dict(keys))).encode())}"  # its name lacks its order
     known = folder / f"{name}.pickle"
     with locked(known.with_suffix(".lock")):
         if not known.exists():

@@ -12,6 +12,7 @@ from kenotron_pp import (
     gpipe,
     interleaved,
     one_f_one_b,
+    pipeline_time,
     schedule_named,
     simulate,
     zero_bubble_h1,
@@ -32,6 +33,8 @@ def test_every_schedule_runs_at_every_size_whatever_the_times(schedule: Schedule
         slow = simulate(schedule, ranks, microbatches, WITH_TRANSFER)
         assert len(trace.timeline) == len(slow.timeline)
         assert trace.peak_live == slow.peak_live
+        slow_time = pipeline_time(schedule, ranks, microbatches, WITH_TRANSFER)
+        assert slow_time == (slow.ticks, slow.bubble)
         kinds = 3 if schedule.splits else 2
         assert len(trace.timeline) == kinds * ranks * microbatches * schedule.chunks
         assert trace.ticks >= 3 * microbatches * schedule.chunks + ranks - 1

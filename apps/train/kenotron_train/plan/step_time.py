@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kenotron_models import Recompute
-from kenotron_pp import Event, Times, simulate
+from kenotron_pp import Event, Times, pipeline_time, simulate
 from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.machine import OFFLOADED
 from kenotron_train.cost.measured import MeasuredModel
@@ -148,10 +148,9 @@ class TimedModel:
         times, ordered = self._times(plan, works)
         events = 2 * len(ordered) * many
         if exact or events <= MOST_EVENTS:
-            trace = simulate(schedule, pp, many, times)
-            return trace.ticks, trace.bubble
+            return pipeline_time(schedule, pp, many, times)
         few = pp * schedule.chunks
-        ticks = [simulate(schedule, pp, n * few, times).ticks for n in (2, 3)]
+        ticks = [pipeline_time(schedule, pp, n * few, times)[0] for n in (2, 3)]
         total = ticks[1] + (ticks[1] - ticks[0]) * (many / few - 3)
         busy = many * sum(map(sum, ordered))
         return total, max(0.0, 1 - busy / (total * pp))

@@ -16,7 +16,7 @@ from kenotron_pp.schedule import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from kenotron_pp.simulate import Event, Times, Trace, peak_live, simulate
+from kenotron_pp.simulate import Event, Times, Trace, peak_live, pipeline_time, simulate
 from kenotron_pp.split import NamedLayers, Stages, split_layers
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "interleaved",
     "one_f_one_b",
     "peak_live",
+    "pipeline_time",
     "schedule_named",
     "simulate",
     "split_layers",

@@ -73,23 +73,23 @@ def make_plan(
         check_complete(r, actions, microbatches, schedule)
     if forward_only:
         lists = [[action for action in actions if action.kind == "F"] for actions in lists]
-    events = play(schedule, lists, Times())
+    spans = play(schedule, lists, microbatches, Times())
     sends = [[_result(schedule, a, r, ranks) for a in actions] for r, actions in enumerate(lists)]
     queues = {
         source: tuple(sent for sent in sends[source] if sent is not None and sent.to == rank)
         for source in range(ranks)
     }
     needs = [_need(schedule, action, rank, ranks) for action in lists[rank]]
-    starts = [event.start for event in events[rank]]
+    starts = spans[rank][0]
     used = {
-        _need(schedule, event.action, r, ranks): event.start
-        for r, own in enumerate(events)
-        for event in own
+        _need(schedule, action, r, ranks): start
+        for r, (actions, (begun, _)) in enumerate(zip(lists, spans, strict=True))
+        for action, start in zip(actions, begun, strict=True)
     }
     produced = {
-        sent: event.end
-        for r, own in enumerate(events)
-        for sent, event in zip(sends[r], own, strict=True)
+        result: end
+        for own, (_, over) in zip(sends, spans, strict=True)
+        for result, end in zip(own, over, strict=True)
     }
     release = _releases(sends[rank], starts, used)
     steps = []

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from numbers import Integral
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kenotron_pp.zero_bubble import zb_v_lists
 
@@ -20,8 +20,7 @@ Wiring = Literal["loop", "v"]
 """Order of stages on ranks when each has several: 0 1 2 0 1 2, or 0 1 2 2 1 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """Work of a rank on one micro-batch in one of its chunks."""
 
     kind: Kind
@@ -148,8 +147,12 @@ def _zb_h1(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def _zb_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    steps = zb_v_lists(ranks, microbatches)[rank]
-    return [Action(kind, microbatch, chunk) for kind, microbatch, chunk in steps]
+    return [*_zb_v_actions(rank, ranks, microbatches)]
+
+
+@cache
+def _zb_v_actions(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+    return tuple(Action(*step) for step in zb_v_lists(ranks, microbatches)[rank])
 
 
 gpipe = Schedule("afab", _gpipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Real
@@ -111,8 +111,14 @@ class Trace:
 
 LIVE = {"F": 1, "B": -1, "I": -1, "W": 0}
 """Activations that an action adds to those alive, by its kind."""
-Key = tuple[str, int, int]
-"""(kind, stage, micro-batch)"""
+Span = tuple[list[float], list[float]]
+"""Starts and ends of a rank's actions"""
+Done = tuple[str, int]
+"""(kind, stage) of an action"""
+Ends = list[float | None]
+"""When each micro-batch of a stage is done; None: not yet"""
+Work = tuple[Done, float, Ends, list[tuple[Done, Ends, bool]]]
+"""A kind of work: its name, time, ends, and what it needs: name, ends, done by another rank"""
 
 
 def simulate(
@@ -126,24 +132,46 @@ def simulate(
     for a count below 1, for times that do not fit the stages, and when they add up to infinity.
     """
     schedule, times = as_schedule(schedule), times or Times()
+    lists, spans, ticks, bubble = _run(schedule, n_ranks, n_microbatches, times)
+    peaks = [_peaks(own, schedule, rank, n_ranks, times) for rank, own in enumerate(lists)]
+    live, deferred, kept = zip(*peaks, strict=True)
+    timeline = tuple(
+        Event(rank, *each)
+        for rank, (own, span) in enumerate(zip(lists, spans, strict=True))
+        for each in zip(own, *span, strict=True)
+    )
+    return Trace(ticks, bubble, live, deferred, kept, timeline, n_ranks, schedule.chunks)
+
+
+def pipeline_time(
+    schedule: Schedule | Order, n_ranks: int, n_microbatches: int, times: Times
+) -> tuple[float, float]:
+    """Return ``ticks`` and ``bubble`` of ``simulate`` without its timeline, in half the time.
+
+    Raises ValueError as ``simulate`` does.
+    """
+    return _run(as_schedule(schedule), n_ranks, n_microbatches, times)[2:]
+
+
+def _run(
+    schedule: Schedule, n_ranks: int, n_microbatches: int, times: Times
+) -> tuple[list[list[Action]], list[Span], float, float]:
+    """Return every rank's actions, their spans, ticks and bubble."""
     at_least_one("simulate", "n_ranks", n_ranks)
     at_least_one("simulate", "n_microbatches", n_microbatches)
     times.check_stages(n_ranks * schedule.chunks)
     lists = [schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     for rank, actions in enumerate(lists):
         check_complete(rank, actions, n_microbatches, schedule)
-    events = play(schedule, lists, times)
-    ticks = max(event[-1].end for event in events)
+    spans = play(schedule, lists, n_microbatches, times)
+    ticks = max(ends[-1] for _, ends in spans)
     if not ticks * n_ranks <= sys.float_info.max:
         raise ValueError(
             f"the times of {n_ranks} ranks add up to {ticks * n_ranks}: give Times in a larger unit"
         )
-    busy = sum(e.end - e.start for rank in events for e in rank)
-    peaks = [_peaks(own, schedule, rank, n_ranks, times) for rank, own in enumerate(lists)]
-    live, deferred, kept = zip(*peaks, strict=True)
+    busy = sum(end - start for span in spans for start, end in zip(*span, strict=True))
     bubble = max(0.0, 1 - busy / (ticks * n_ranks)) if ticks else 0.0
-    timeline = tuple(event for rank in events for event in rank)
-    return Trace(ticks, bubble, live, deferred, kept, timeline, n_ranks, schedule.chunks)
+    return lists, spans, ticks, bubble
 
 
 def peak_live(schedule: Schedule, n_ranks: int, n_microbatches: int) -> tuple[int, ...]:
@@ -152,72 +180,94 @@ def peak_live(schedule: Schedule, n_ranks: int, n_microbatches: int) -> tuple[in
     return tuple(max(accumulate(LIVE[action.kind] for action in own)) for own in lists)
 
 
-def play(schedule: Schedule, lists: Sequence[Sequence[Action]], times: Times) -> list[list[Event]]:
-    """The timeline of every rank's list. Raises ValueError when they deadlock."""
+def play(
+    schedule: Schedule, lists: Sequence[Sequence[Action]], n_microbatches: int, times: Times
+) -> list[Span]:
+    """The starts and ends of every rank's actions. Raises ValueError when they deadlock."""
     n_ranks = len(lists)
-    last = n_ranks * schedule.chunks - 1
-    stages = [
-        [schedule.stage(r, c, n_ranks) for c in range(schedule.chunks)] for r in range(n_ranks)
+    owner = {
+        schedule.stage(rank, chunk, n_ranks): rank
+        for rank in range(n_ranks)
+        for chunk in range(schedule.chunks)
+    }
+    ends: dict[Done, Ends] = {
+        (kind, stage): [None] * n_microbatches for kind in "FBIW" for stage in owner
+    }
+
+    def described(kind: str, stage: int) -> Work:
+        sources = [(need, ends[need], far) for need, far in _sources(kind, stage, owner)]
+        return (kind, stage), times.of(kind, stage), ends[kind, stage], sources
+
+    programs = [
+        {
+            (kind, chunk): described(kind, schedule.stage(rank, chunk, n_ranks))
+            for kind in "FBIW"
+            for chunk in range(schedule.chunks)
+        }
+        for rank in range(n_ranks)
     ]
-    owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
-    ends: dict[Key, float] = {}
-    waiting: dict[Key, int] = {}  # what a rank is stuck at
-    events: list[list[Event]] = [[] for _ in lists]
-    clock = [0.0] * n_ranks
+    waiting: dict[tuple[Done, int], int] = {}  # what a rank is stuck at
+    spans: list[Span] = [([], []) for _ in lists]
     ready = list(range(n_ranks))
     while ready:
         rank = ready.pop()
-        mine = events[rank]
-        for action in lists[rank][len(mine) :]:
-            kind, m = action.kind, action.microbatch
-            stage = stages[rank][action.chunk]
-            start = clock[rank]
-            for need in _needs(kind, m, stage, last):
-                end = ends.get(need)
+        (begun, over), own, actions = spans[rank], programs[rank], lists[rank]
+        start = over[-1] if over else 0.0
+        for at in range(len(over), len(actions)):
+            kind, m, chunk = actions[at]
+            key, cost, done, sources = own[kind, chunk]
+            for need, found, far in sources:
+                end = found[m]
                 if end is None:
-                    waiting[need] = rank
+                    waiting[need, m] = rank
                     break
-                start = max(start, end + (times.transfer if owner[need[1]] != rank else 0))
+                if far and (end := end + times.transfer) > start:
+                    start = end
             else:
-                end = start + times.of(kind, stage)
-                clock[rank] = ends[(kind, stage, m)] = end
-                mine.append(Event(rank, action, start, end))
-                woken = waiting.pop((kind, stage, m), None)
+                begun.append(start)
+                done[m] = start = start + cost
+                over.append(start)
+                woken = waiting.pop((key, m), None) if waiting else None
                 if woken is not None and woken != rank:
                     ready.append(woken)
                 continue
             break
     stuck = [
-        f"rank {rank} at {actions[len(events[rank])]}"
-        for rank, actions in enumerate(lists)
-        if len(events[rank]) < len(actions)
+        f"rank {rank} at {actions[len(over)]}"
+        for rank, (actions, (_, over)) in enumerate(zip(lists, spans, strict=True))
+        if len(over) < len(actions)
     ]
     if stuck:
         raise ValueError(f"schedule {schedule.name} deadlocks: {', '.join(stuck)}")
-    return events
+    return spans
 
 
-def _needs(kind: str, m: int, stage: int, last: int) -> tuple[Key, ...]:
-    """Return what must be done before; B and I have the same needs: a schedule has one of them."""
-    if kind == "F":
-        return (("F", stage - 1, m),) if stage else ()
+def _sources(kind: str, stage: int, owner: Mapping[int, int]) -> tuple[tuple[Done, bool], ...]:
+    """Return what must be done before, and True where another rank does it. A rank's own work is
+    done before its clock. B and I have the same needs: a schedule has one of them."""
     if kind == "W":
-        return (("I", stage, m),)
-    own = ("F", stage, m)
-    return (own, (kind, stage + 1, m)) if stage < last else (own,)
+        return ((("I", stage), False),)
+    found = [] if kind == "F" else [(("F", stage), False)]
+    other = stage - 1 if kind == "F" else stage + 1
+    if other in owner:
+        found.append(((kind, other), owner[other] != owner[stage]))
+    return tuple(found)
 
 
 def _peaks(
     actions: Sequence[Action], schedule: Schedule, rank: int, n_ranks: int, times: Times
 ) -> tuple[int, int, int]:
+    late = [
+        schedule.stage(rank, chunk, n_ranks) not in times.unsplit
+        for chunk in range(schedule.chunks)
+    ]
     live = deferred = most_live = most_deferred = most_kept = 0
-    for action in actions:
-        live += LIVE[action.kind]
-        stage = schedule.stage(rank, action.chunk, n_ranks)
-        if action.kind in "IW" and stage not in times.unsplit:
-            deferred += 1 if action.kind == "I" else -1
-        most_live, most_deferred = max(most_live, live), max(most_deferred, deferred)
-        most_kept = max(most_kept, live + deferred)
+    for kind, _, chunk in actions:
+        live += LIVE[kind]
+        if kind in "IW" and late[chunk]:
+            deferred += 1 if kind == "I" else -1
+            most_deferred = max(most_deferred, deferred)
+        most_live, most_kept = max(most_live, live), max(most_kept, live + deferred)
     return most_live, most_deferred, most_kept
 
 
