@@ -13,9 +13,12 @@ from kenotron_engine import Conditions, process_conditions
 
 
 def conditions(
-    general: GeneralConfig, parallelism: ParallelismConfig, model: ModelConfig
+    general: GeneralConfig,
+    parallelism: ParallelismConfig,
+    model: ModelConfig,
+    device: torch.device,
 ) -> Conditions | None:
-    """Return the conditions under which this process computes; None without the mode."""
+    """Return the conditions of this process's bits on a device; None without the mode."""
     if not general.reproducible:
         return None
     names = ("cp_layout", "cp_block") if general.reproducible_max_cp > 1 else ()
@@ -25,7 +28,7 @@ def conditions(
         "max_cp": general.reproducible_max_cp,
         **chunks,
         "vocab_multiple": model.make_vocab_size_divisible_by,
-        **process_conditions(),
+        **process_conditions(device),
     }
 
 

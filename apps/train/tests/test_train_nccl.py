@@ -7,15 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
+import torch.distributed as dist
 from own_runs import PRELOAD, configure, documents, jsonl, trace
 from test_train_stopping import flags, ranks_of, running
 
 from kenotron_config import Config
-from kenotron_dist import STALLED, Mesh, spawn
+from kenotron_dist import STALLED, Mesh, RankError, collectives, inplace_collectives, spawn
+from kenotron_dist.torch_names import reduce_scatter_single
 
 MODEL = {
     "model.dtype": "float32",
@@ -44,7 +48,13 @@ LAYOUTS = {
         "tokens.micro_batch_size": 2,
     },
 }
+MODE = {
+    "general.reproducible": "true",
+    "optimizer.optimizer_factory.torch_adam_is_fused": "false",
+    "optimizer.accumulate_grad_in_fp32": "true",
+}
 STALL_LIMIT = 3.0
+SUM = dist.ReduceOp.SUM
 
 
 def on_fake(mesh: Mesh, config: Config, cache: str) -> list[tuple[float, float]]:
@@ -52,14 +62,42 @@ def on_fake(mesh: Mesh, config: Config, cache: str) -> list[tuple[float, float]]
     return trace(mesh, config, cache)
 
 
-def train(folder: Path, texts: Path, changes: dict[str, object]) -> list[list[tuple[float, float]]]:
+def on_fake_adding_nothing(mesh: Mesh, config: Config, cache: str) -> list[tuple[float, float]]:
+    """As `on_fake`, where a sum of NCCL has at most one number besides zeros, or integers."""
+    added = []
+
+    def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            source = given[-1] if verb is reduce_scatter_single else given[0]
+            is_sum = named.get("op", given[1] if verb is dist.all_reduce else SUM) == SUM
+            if is_sum and source.is_floating_point() and source.numel() > 1:  # no first call
+                size, flat = dist.get_world_size(named["group"]), source.flatten()
+                parts = flat.new_empty(size, flat.numel())
+                dist.all_gather_into_tensor(parts.view(-1), flat, group=named["group"])
+                if (parts != 0).sum(0).max() > 1:
+                    added.append((verb.__name__, tuple(source.shape)))
+            return verb(*given, **named)
+
+        return call
+
+    dist.all_reduce = checked(dist.all_reduce)
+    for module in (collectives, inplace_collectives):
+        module.reduce_scatter_single = checked(reduce_scatter_single)
+    found = on_fake(mesh, config, cache)
+    assert not added, added
+    return found
+
+
+def train(
+    folder: Path, texts: Path, changes: dict[str, object], work: Callable[..., Any] = on_fake
+) -> list[list[tuple[float, float]]]:
     """Losses and norms on every rank; all runs learn from the same four rows a step."""
     dataset = {"hf_dataset_or_datasets": str(texts)}
     config = configure(folder, dataset, MODEL | changes)
     sizes = config.parallelism.pp, config.parallelism.dp, config.parallelism.tp
     axes = dict(zip(("pp", "dp", "tp"), sizes, strict=True))
     cache = str(folder.parent / "cache")
-    return spawn(on_fake, config, cache, preload=PRELOAD, backend="fake_nccl", **axes)
+    return spawn(work, config, cache, preload=PRELOAD, backend="fake_nccl", **axes)
 
 
 def test_layouts_have_the_losses_of_one_process(tmp_path: Path) -> None:
@@ -69,6 +107,17 @@ def test_layouts_have_the_losses_of_one_process(tmp_path: Path) -> None:
         for found in train(tmp_path / name.partition(",")[0], texts, changes):
             assert [loss for loss, _ in found] == pytest.approx([x for x, _ in one], rel=1e-5)
             assert [norm for _, norm in found] == pytest.approx([x for _, x in one], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_in_the_reproducible_mode_they_have_its_bits(name: str, tmp_path: Path) -> None:
+    texts = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents()])
+    [one] = train(tmp_path / "one", texts, MODE)
+    ranks = train(tmp_path / "mode", texts, MODE | LAYOUTS[name], on_fake_adding_nothing)
+    assert all(found == one for found in ranks)
+    if "parallelism.dp" in LAYOUTS[name]:  # the usual mode adds up gradients
+        with pytest.raises(RankError, match="AssertionError: .*all_reduce|reduce_scatter"):
+            train(tmp_path / "usual", texts, LAYOUTS[name], on_fake_adding_nothing)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -26,11 +26,13 @@ MODE = {
     "model__dtype": "float32",
 }
 FLAGS = (*(f"{key.replace('__', '.')}={value}" for key, value in MODE.items()), "parallelism.tp=1")
+GPU = "NVIDIA H200, 13.0"
 CONFIG = load_config(runs.TINY_LLAMA, FLAGS)
 
 
 def conditions_of(config: Config) -> dict[str, Any] | None:
-    return reproducible.conditions(config.general, config.parallelism, config.model)
+    cpu = torch.device("cpu")
+    return reproducible.conditions(config.general, config.parallelism, config.model, cpu)
 
 
 def trained(folder: Path, **changes: object) -> str:
@@ -117,6 +119,10 @@ def test_conditions_are_compared() -> None:
     assert changed_conditions(None, None) == ""
     told = changed_conditions({**now, "torch": "1.0"}, now)
     assert f"torch was 1.0 and is {torch.__version__}" in told
+    told = changed_conditions({**now, "device": GPU}, now)
+    assert f"device was {GPU} and is cpu: bits may change" in told
+    older = {name: value for name, value in now.items() if name != "device"}
+    assert changed_conditions(older, now) == ""
 
 
 def test_with_chunks_the_order_of_tokens_is_a_condition() -> None:
@@ -145,6 +151,7 @@ def computed(mesh: Mesh, scores: bool, saved: dict[str, Any]) -> tuple[int, int,
         ({"tp": 2}, True, {"max_tp": 1}, (1, 1, "tp 2 does not divide the 1 virtual shards")),
         ({"cp": 2}, False, {}, (1, 1, "cp 2 does not divide the 1 virtual chunks")),
         ({"cp": 2}, False, {"max_cp": 2, "max_tp": 1, "cp_block": 8}, (1, 2, "")),
+        ({}, True, {"device": GPU}, (1, 1, f"the device is cpu, and was {GPU}")),
         ({}, True, {"max_cp": 2, "max_tp": 1}, (1, 1, "texts are not scored in chunks")),
     ],
 )

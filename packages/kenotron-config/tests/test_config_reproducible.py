@@ -48,7 +48,6 @@ PROXY = (
 )
 CHUNKS, ALONE = "general.reproducible_max_cp=2", "general.reproducible_max_tp=1"
 REFUSED = {
-    "general.device: cuda": ("general.device=cuda",),
     "parallelism.tp: 3": ("parallelism.tp=3", OF_TWELVE_HEADS),
     "parallelism.tp: 4": ("parallelism.tp=4", "general.reproducible_max_tp=3", OF_TWELVE_HEADS),
     "parallelism.tp: 2": ("parallelism.tp=2", QWEN),

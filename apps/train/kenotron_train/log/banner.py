@@ -60,11 +60,17 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     if config.parallelism.dp > 1:
         buckets = len(training.grads.buckets)
         report.say(f"Gradients are summed over dp in {buckets} bucket{'s' * (buckets != 1)}")
-    if found := conditions(config.general, config.parallelism, config.model):
+    if found := conditions(config.general, config.parallelism, config.model, mesh.device):
         report.say(
             "Reproducible: each sample is computed alone, and gradients are added in one tree over "
             f"the global batch; {described(found)}"
         )
+        if mesh.device.type != "cpu":
+            report.say(
+                "general.reproducible: true was given on GPUs, where layouts have not been "
+                "compared yet: see `verify`, which compares yours to the bit",
+                "warning",
+            )
     if config.checkpoints.checkpointing_engine == "datastates":
         own = config.checkpoints.datastates or DataStatesConfig()
         report.say(

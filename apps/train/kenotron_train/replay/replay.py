@@ -75,7 +75,7 @@ def replay(
             found = _look(training, _advance(training, feed, report, progress, step))
         finally:
             feed.close()
-        how = comparison(mesh.device.type, config.general.deterministic)
+        how = comparison(mesh.device.type, config.general.is_deterministic(mesh.device.type))
         found["comparison"] = str(how)
         for line in _lines(found, run, how):
             report.say(line)

@@ -1,4 +1,4 @@
-"""Runs that give the same bits every time: ``general.deterministic``."""
+"""Runs that give the same bits every time: ``general.is_deterministic``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         if _WITHOUT not in str(error):
             raise
         raise ValueError(
-            f"general.deterministic: true was given, but {str(error).partition('. ')[0]}; set "
-            "general.deterministic to false, or compute without that operation"
+            "general.deterministic or general.reproducible: true was given, but "
+            f"{str(error).partition('. ')[0]}; set it to false, or compute without that operation"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0])

@@ -243,7 +243,7 @@ def _remark(training: Training, progress: Progress, state: dict[str, Any], folde
         if name in before and sizes.get(name) != before[name]:
             remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
     own = training.config
-    now_computed = conditions(own.general, own.parallelism, own.model)
+    now_computed = conditions(own.general, own.parallelism, own.model, training.mesh.device)
     remark += changed_conditions(state.get("reproducible"), now_computed)
     if progress.step >= (last := training.data.tokens.train_steps):
         remark += f"; nothing is left to do: tokens.train_steps is {last}"

@@ -74,7 +74,9 @@ def save_run(
         "sequence_length": config.longest_sequence,
         "tokenizer": tokenizer_state(config.tokenizer),
         "reading": reading_of(training.data),
-        "reproducible": conditions(config.general, config.parallelism, config.model),
+        "reproducible": conditions(
+            config.general, config.parallelism, config.model, training.mesh.device
+        ),
     }
     with mesh.pulse.busy("saving a checkpoint"):
         asked = replace(config, checkpoints=_as_asked(config.checkpoints))

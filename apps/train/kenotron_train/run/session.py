@@ -103,7 +103,7 @@ def open_session(
         life = Together(hooks)
         life.pre_init(config, mesh)
         training = build_training(config, mesh, model)
-        found = conditions(config.general, config.parallelism, config.model)
+        found = conditions(config.general, config.parallelism, config.model, mesh.device)
         check_conditions(found, mesh)
         life.post_init(training)
         progress, remark = resume(training, asked=asked, memory=memory)

@@ -61,7 +61,7 @@ def start_ranks(
         limit=limit,
         preload=(*compiler, work.__module__),
         device=None if general.device == "auto" else general.device,
-        deterministic=general.deterministic,
+        deterministic=general.is_deterministic(general.device),
         leaves=leaves,
         threads=wanted,
         secret_file=_secret_file(Path(config.checkpoints.checkpoints_path)),
@@ -80,7 +80,7 @@ def _prepared(
     if not is_prepared:
         with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
             _prepare(data_plan(config))
-    strict = config.general.deterministic
+    strict = config.general.is_deterministic(mesh.device.type)
     with device_errors(cost_plan(config), mesh), deterministic_algorithms(strict):
         return work(mesh, config, *given)
 

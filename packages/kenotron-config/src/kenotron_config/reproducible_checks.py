@@ -31,8 +31,6 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
     if general is None or not general.reproducible:
         return []
     found = []
-    if general.device == "cuda":
-        found.append(_line("general.device", "cuda", "kernels of CPUs alone are proved", "cpu"))
     if parallelism := sections.get("parallelism"):
         found += _cp(parallelism.cp, general.reproducible_max_cp)
     if model := sections.get("model"):

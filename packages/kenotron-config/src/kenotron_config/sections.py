@@ -42,7 +42,9 @@ class GeneralConfig:
     """True: losses, gradients and weights are the same bits on every dp, pp, tp, ep, micro-batch
     size, ZeRO stage, schedule and recomputation, after a resume too. Each sample is computed alone,
     and gradients are added in one binary tree over the global batch; on every cp, too, up to
-    `reproducible_max_cp`. On CPUs; what is not shown to be the same is refused."""
+    `reproducible_max_cp`. On GPUs
+    with deterministic kernels, which is not measured yet. What is not shown to be the same is
+    refused."""
     reproducible_max_tp: int = 8
     """Largest tp with reproducible: true. Layers are computed in as many virtual shards, or in the
     largest smaller power of two that divides heads and widths of the model. The bits depend on it:
@@ -58,6 +60,10 @@ class GeneralConfig:
     device: Device = "auto"
     """Device that ranks compute on: `cuda`, a GPU for every rank; `cpu`; `auto`: cuda where there
     are GPUs enough."""
+
+    def is_deterministic(self, device: str) -> bool:
+        """Return True where the kernels of a type of device give the same bits every time."""
+        return self.deterministic or (self.reproducible and device != "cpu")
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

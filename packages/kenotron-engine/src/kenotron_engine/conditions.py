@@ -15,6 +15,7 @@ from kenotron_engine.model_plan import ModelPlan
 from kenotron_engine.sequence import CPMode
 from kenotron_models import virtual_shards
 
+CPU = "cpu"
 Conditions = dict[str, Any]
 """Names of conditions and their values, as JSON."""
 
@@ -38,8 +39,10 @@ def as_trained(
         return plan, ""
     shards, chunks = virtual_shards(plan.spec, saved["max_tp"]), saved["max_cp"]
     tp, cp = mesh.sizes["tp"], mesh.sizes["cp"]
+    process = process_conditions(mesh.device)
+    here, there = process["device"], saved.get("device", CPU)
     reasons = {
-        f"the device is {mesh.device.type}": mesh.device.type != "cpu",
+        f"the device is {here}, and was {there}": (here == CPU) != (there == CPU),
         f"tp {tp} does not divide the {shards} virtual shards": shards % tp,
         f"cp {cp} does not divide the {chunks} virtual chunks": chunks % cp,
         f"texts are not scored in chunks (reproducible_max_cp {chunks})": scores and chunks > 1,
@@ -58,7 +61,7 @@ def as_trained(
         cp_mode=order,
         vocab_divisible_by=saved.get("vocab_multiple", 1),
     )
-    now = {name: value for name, value in process_conditions().items() if name in saved}
+    now = {name: value for name, value in process.items() if name in saved}
     return exact, changed_conditions(saved, now).removeprefix("; ")
 
 
@@ -89,11 +92,15 @@ def model_as_trained(
     return ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh)), remark
 
 
-def process_conditions() -> Conditions:
-    """Return the conditions that no config has: threads, instructions and torch's release."""
+def process_conditions(device: torch.device) -> Conditions:
+    """Return the conditions that no config has: threads, instructions, device, torch's release."""
+    name = CPU
+    if device.type != CPU:
+        name = f"{torch.get_device_module(device).get_device_name(device)}, {torch.version.cuda}"
     return {
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": name,
         "torch": torch.__version__,
     }
 
@@ -108,6 +115,7 @@ def changed_conditions(before: Mapping[str, Any] | None, now: Mapping[str, Any] 
             f"; general.reproducible was {was} and is {is_}: the curve is not that of one process "
             "in this mode"
         )
+    before = {"device": CPU, **before}  # the only one, when it was not among the conditions
     differing = [
         f"{name} was {before.get(name)} and is {value}"
         for name, value in now.items()
