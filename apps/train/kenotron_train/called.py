@@ -13,6 +13,11 @@ def called(*words: str) -> str:
     return command_called("python apps/train", words, name="kenotron-train")
 
 
+def parser_of(word: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser without flags of a word behind the command, such as ``plan``."""
+    return argparse.ArgumentParser(prog=called(word), description=description)
+
+
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add ``--version``, which names torch, too."""
     text = f"kenotron-train {version('kenotron-train')}, torch {version('torch')}"

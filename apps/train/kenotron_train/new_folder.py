@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kenotron_command import OK, framed
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.config_file import DEFAULT_CONFIG
 from kenotron_train.log.printing import fail, say
 
@@ -29,9 +29,9 @@ _MORE = {
 
 def new_parser() -> argparse.ArgumentParser:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog=called("new"),
-        description="Write a folder to begin with: a training in one file, a config, a mixer or a "
+    parser = parser_of(
+        "new",
+        "Write a folder to begin with: a training in one file, a config, a mixer or a "
         "loss of your own. Its README names the command with which it checks itself.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new or an empty folder")

@@ -13,7 +13,7 @@ from kenotron_command import framed
 from kenotron_config import Config, Mask
 from kenotron_dist import explained
 from kenotron_dist.launch import launcher
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.reference_pass import write_reference_losses
 from kenotron_train.log.printing import fail, say
@@ -131,9 +131,9 @@ def _weights(walk: _Walk) -> int:
 
 def doremi_parser() -> argparse.ArgumentParser:
     """The flags of ``doremi``."""
-    parser = argparse.ArgumentParser(
-        prog=called("doremi"),
-        description="Learn the weights of domains with a small proxy model, then train with them. "
+    parser = parser_of(
+        "doremi",
+        "Learn the weights of domains with a small proxy model, then train with them. "
         "`reference` trains a reference model, `losses` stores its loss of every token that the "
         "proxy will read, `proxy` learns the weights, `weights` prints their average, `final` "
         "trains with it; `all` does one after the other, and continues where it was stopped. Each "

@@ -19,7 +19,7 @@ from kenotron_data import tokenizer_libraries
 from kenotron_dist import Mesh, MeshConfig, explained, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, model_as_trained
 from kenotron_models import model_from_json
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config, parse_config
 from kenotron_train.counts import count
 from kenotron_train.data.stage_dataset import open_corpus
@@ -248,9 +248,9 @@ def _show(found: Evaluation, output: Path) -> None:
 
 def evaluate_parser() -> argparse.ArgumentParser:
     """The flags of ``evaluate``."""
-    parser = argparse.ArgumentParser(
-        prog=called("evaluate"),
-        description="Evaluate a checkpoint on any layout: tasks of lm-eval, and perplexity of the "
+    parser = parser_of(
+        "evaluate",
+        "Evaluate a checkpoint on any layout: tasks of lm-eval, and perplexity of the "
         "held-out samples of each source. What is evaluated is that of the section evaluate of "
         "the training, unless flags say otherwise. The result is a file in evaluations next to "
         "the step folders, from where a run that continues, and report, take it.",

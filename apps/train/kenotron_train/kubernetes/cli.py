@@ -10,7 +10,7 @@ from typing import Any
 
 from kenotron_command import framed
 from kenotron_config import dump_config
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.kubernetes.manifest import KubernetesJob, manifest_of
 from kenotron_train.log.printing import fail, say
@@ -41,9 +41,9 @@ def _show(given: dict[str, Any]) -> int:
 
 def kubernetes_parser() -> argparse.ArgumentParser:
     """Return the flags of `kubernetes`."""
-    parser = argparse.ArgumentParser(
-        prog=called("kubernetes"),
-        description="Print the manifest of a training as a job of Kubernetes, one pod a node and "
+    parser = parser_of(
+        "kubernetes",
+        "Print the manifest of a training as a job of Kubernetes, one pod a node and "
         "one process a GPU, for `kubectl apply -f -`. When a pod has to leave its node, the ranks "
         "save, and the job starts again and resumes.",
     )

@@ -16,7 +16,7 @@ import torch
 from kenotron_ckpt import replace_text
 from kenotron_command import BAD_INPUT, OK, framed
 from kenotron_dist import Mesh, MeshConfig, RankError, gather_objects, resolve, start, visible_gpus
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
 from kenotron_train.plan import probes
@@ -141,9 +141,9 @@ def _machine(base: Machine, measured: dict[str, float], mesh: Mesh, dtype: str) 
 
 def calibrate_parser() -> argparse.ArgumentParser:
     """Return the flags of ``plan calibrate``."""
-    parser = argparse.ArgumentParser(
-        prog=called("plan calibrate"),
-        description="Measure the ranks of this machine, all at once as in a training, and write a "
+    parser = parser_of(
+        "plan calibrate",
+        "Measure the ranks of this machine, all at once as in a training, and write a "
         "machine file for plan --machine: products, attention, memory, the start of kernels, and "
         "with several ranks the links between them. What cannot be measured (power, the host's "
         "links, memory that CUDA takes) is that of a known machine. Run it with the threads or the "

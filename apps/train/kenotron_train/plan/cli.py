@@ -11,7 +11,7 @@ from textwrap import wrap
 
 from kenotron_command import BAD_INPUT, framed
 from kenotron_config import Config
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
@@ -163,9 +163,9 @@ def _factor(text: str) -> float:
 
 def plan_parser() -> argparse.ArgumentParser:
     """The flags of ``plan``."""
-    parser = argparse.ArgumentParser(
-        prog=called("plan"),
-        description="Say whether a training fits into the memory of its devices, how long it "
+    parser = parser_of(
+        "plan",
+        "Say whether a training fits into the memory of its devices, how long it "
         "takes, and what limits it; with --ranks or --gpus for every legal layout, of which the "
         "ten best are shown. Nothing is started. Sizes are those of the code that trains, "
         "measured on torch's meta device; times follow from the numbers of a machine file. Exit "

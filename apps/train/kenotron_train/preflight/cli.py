@@ -12,7 +12,7 @@ from pathlib import Path
 from kenotron_ckpt import replace_text
 from kenotron_command import BAD_INPUT, FAILED, OK, framed
 from kenotron_dist import Mesh, MeshConfig, RankError, resolve, start, visible_gpus
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
 from kenotron_train.preflight.measures import RankRates, rates_of_all
@@ -72,9 +72,9 @@ def _table(rates: Sequence[RankRates]) -> list[str]:
 
 def preflight_parser() -> argparse.ArgumentParser:
     """Return the flags of `preflight`."""
-    parser = argparse.ArgumentParser(
-        prog=called("preflight"),
-        description="Measure products, memory, disk and links of every rank, all at once, and name "
+    parser = parser_of(
+        "preflight",
+        "Measure products, memory, disk and links of every rank, all at once, and name "
         "what is slower than the rest: run it under the launcher that will start the training.",
     )
     add = parser.add_argument

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kenotron_command import framed
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.log.printing import fail, say
 from kenotron_train.report.charts import WITHOUT_MATPLOTLIB, can_draw
 from kenotron_train.report.curves import read_runs, summary
@@ -65,9 +65,9 @@ def _show(table: list[list[str]]) -> None:
 
 def report_parser() -> argparse.ArgumentParser:
     """The flags of ``report``."""
-    parser = argparse.ArgumentParser(
-        prog=called("report"),
-        description="Draw loss, learning rate, throughput, memory, evaluations and the load of "
+    parser = parser_of(
+        "report",
+        "Draw loss, learning rate, throughput, memory, evaluations and the load of "
         "experts of one run, or of several to compare them, to report.html and report.png. Needs "
         "matplotlib.",
     )

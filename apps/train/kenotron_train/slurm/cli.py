@@ -15,7 +15,7 @@ from typing import Any
 
 from kenotron_command import framed
 from kenotron_config import credentials, dump_config, masked
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.log.printing import fail, say
 from kenotron_train.placement import placement_warning, ranks_of_job, ranks_on_nodes
@@ -145,9 +145,9 @@ def whole(text: str) -> int:
 
 def slurm_parser() -> argparse.ArgumentParser:
     """The flags of ``slurm``."""
-    parser = argparse.ArgumentParser(
-        prog=called("slurm"),
-        description="Submit a training to Slurm, one task a GPU. Before its time is over it saves, "
+    parser = parser_of(
+        "slurm",
+        "Submit a training to Slurm, one task a GPU. Before its time is over it saves, "
         "goes back into the queue and resumes. Script, resolved config, versions and log are kept "
         "in a folder below checkpoints_path.",
     )

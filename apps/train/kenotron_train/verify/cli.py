@@ -11,7 +11,7 @@ from pathlib import Path
 from kenotron_command import BAD_INPUT, framed
 from kenotron_config import ParallelismConfig
 from kenotron_dist.launch import launcher, threads_of_rank
-from kenotron_train.called import called
+from kenotron_train.called import parser_of
 from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail
@@ -77,9 +77,9 @@ def _target(text: str) -> Path:
 
 def verify_parser() -> argparse.ArgumentParser:
     """The flags of ``verify``."""
-    parser = argparse.ArgumentParser(
-        prog=called("verify"),
-        description="Compare a config's layout with one process, before GPU hours are spent: a "
+    parser = parser_of(
+        "verify",
+        "Compare a config's layout with one process, before GPU hours are spent: a "
         "small copy of the same structure runs for some steps on local CPU processes, and losses, "
         "gradients and weights must be those of one process. Exit status 0: they are; 1: they are "
         "not; 2: the config cannot be used, or nothing could be compared. An axis for which "
