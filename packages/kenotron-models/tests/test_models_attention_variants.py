@@ -13,7 +13,14 @@ from torch import Tensor
 
 from kenotron_cp import Scoring
 from kenotron_dist import Axis
-from kenotron_models import Build, Context, attention_blocked, attention_flash, kept_bytes
+from kenotron_models import (
+    Build,
+    Context,
+    MetaMicroBatch,
+    attention_blocked,
+    attention_flash,
+    kept_bytes,
+)
 from kenotron_models.attention_backends import AttentionBackend, attend
 from kenotron_models.block import BlockSpec
 from kenotron_models.layers import Attention, AttentionSpec, KVCache
@@ -183,4 +190,6 @@ def test_a_gate_multiplies_what_each_head_mixes() -> None:
 def test_memory_of_a_layer_with_a_cap_is_that_of_a_kernel() -> None:
     block = BlockSpec(mixer=replace(ALL, gate=False), feed_forward=None)
     usual = BlockSpec(mixer=replace(ALL, gate=False, cap=None, sinks=False), feed_forward=None)
-    assert kept_bytes(block, 16, 2, 64) == kept_bytes(usual, 16, 2, 64)
+    assert kept_bytes(block, 16, MetaMicroBatch(2, 64)) == kept_bytes(
+        usual, 16, MetaMicroBatch(2, 64)
+    )

@@ -9,7 +9,7 @@ import torch
 from test_models_memory import FAMILIES, ROWS, SEQUENCE
 
 from kenotron_dist import Axis
-from kenotron_models import Build, Context, Kernels, KernelWork, block_kernels
+from kenotron_models import Build, Context, Kernels, KernelWork, MetaMicroBatch, block_kernels
 from kenotron_models.layers import Block
 from kenotron_tp import TPMode
 
@@ -36,12 +36,17 @@ def real(name: str, dtype: torch.dtype) -> tuple[Kernels, Kernels]:
 
 
 def counted(
-    name: str, dtype: torch.dtype = torch.float32, **options: Any
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    tp: int = 1,
+    fused_norms: bool = False,
+    **options: Any,
 ) -> tuple[KernelWork, ...]:
     spec = FAMILIES[name].decoder
     wide = torch.float32 if spec.residual_in_fp32 else None
-    given = spec.blocks[0], spec.hidden_size, ROWS, SEQUENCE
-    return block_kernels(*given, dtype=dtype, residual=wide, **options)
+    batch = MetaMicroBatch(ROWS, SEQUENCE, dtype=dtype, residual=wide, **options)
+    return block_kernels(spec.blocks[0], spec.hidden_size, batch, tp=tp, fused_norms=fused_norms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

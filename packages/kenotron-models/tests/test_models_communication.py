@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kenotron_dist import Mesh
 from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 from kenotron_ep import ExchangeSize, exchange_traffic
-from kenotron_models import Build, Context, Recompute, SequenceCut, sent_bytes
+from kenotron_models import Build, Context, MetaMicroBatch, Recompute, SequenceCut, sent_bytes
 from kenotron_models.families import (
     DeepseekV3Config,
     LlamaConfig,
@@ -78,11 +79,11 @@ def really_sent(
 def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, dict, dict]]:
     """What is sent on meta and by this rank, for all that may be computed again."""
     block, tp = FAMILIES[name].decoder.blocks[0], mesh["tp"].size
-    given = (block, WIDTH, ROWS, SEQUENCE)
+    batch = MetaMicroBatch(ROWS, SEQUENCE, mode=mode)
     return [
         (
             again,
-            sent_bytes(*given, tp=tp, mode=mode, recompute=again, backend="gloo"),
+            sent_bytes(block, WIDTH, replace(batch, recompute=again), tp=tp, backend="gloo"),
             really_sent(mesh, block, mode, again),
         )
         for again in AGAIN
@@ -103,16 +104,18 @@ def test_by_hand_it_is_two_sums_of_all_tokens_forward_and_back() -> None:
     whole = tokens * WIDTH * 2
     for tp in (2, 4):
         for mode in (TPMode(), TPMode(sequence_parallel=True)):
-            found = sent_bytes(block, WIDTH, ROWS, SEQUENCE, tp=tp, mode=mode, dtype=torch.bfloat16)
+            found = sent_bytes(
+                block, WIDTH, MetaMicroBatch(ROWS, SEQUENCE, mode=mode, dtype=torch.bfloat16), tp=tp
+            )
             assert found == {"tp": 4 * 2 * (tp - 1) * whole // tp}
-    assert sent_bytes(block, WIDTH, ROWS, SEQUENCE) == {}
+    assert sent_bytes(block, WIDTH, MetaMicroBatch(ROWS, SEQUENCE)) == {}
 
 
 @pytest.mark.parametrize("ep", [2, 4])
 def test_experts_send_what_the_formula_of_an_even_load_says(ep: int) -> None:
     config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8)
     block, top_k = config.decoder.blocks[0], config.num_experts_per_tok
-    found = sent_bytes(block, WIDTH, ROWS, SEQUENCE, ep=ep)
+    found = sent_bytes(block, WIDTH, MetaMicroBatch(ROWS, SEQUENCE), ep=ep)
     size = ExchangeSize(ROWS * SEQUENCE, top_k, WIDTH, 8, torch.float32)
     traffic = exchange_traffic(size, ep)
     counts = (ep - 1) * (8 // ep + 1) * 8  # rows for each expert, and the number of tokens
@@ -122,10 +125,10 @@ def test_experts_send_what_the_formula_of_an_even_load_says(ep: int) -> None:
 def on_cut_rows(mesh: Mesh, name: str) -> list[tuple[dict, dict]]:
     block = FAMILIES[name].decoder.blocks[0]
     cut = Cut(SEQUENCE, mesh["cp"].size, Layout())
-    given = (block, WIDTH, ROWS, cut.local)
+    batch = MetaMicroBatch(ROWS, cut.local)
     return [
         (
-            sent_bytes(*given, recompute=again, cut=cut),
+            sent_bytes(block, WIDTH, replace(batch, recompute=again), cut=cut),
             really_sent(mesh, block, TPMode(), again, True),
         )
         for again in AGAIN

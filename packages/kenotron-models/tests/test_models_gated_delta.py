@@ -13,7 +13,15 @@ from mixer_cases import ONE, documents_are_apart, one_by_one_as_in_parallel, sam
 from kenotron_cp import Cut, Layout
 from kenotron_dist import Axis
 from kenotron_dist.placement import parameter_layouts
-from kenotron_models import Build, Context, LayerStack, build_decoder, kept_bytes, sent_bytes
+from kenotron_models import (
+    Build,
+    Context,
+    LayerStack,
+    MetaMicroBatch,
+    build_decoder,
+    kept_bytes,
+    sent_bytes,
+)
 from kenotron_models.layers import BlockSpec
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # 1e-6 is added to squared lengths
@@ -97,12 +105,12 @@ def test_constants_are_fp32_in_a_bf16_model_and_are_drawn_between_bounds() -> No
 
 def test_it_is_measured_on_meta() -> None:
     block = BlockSpec(mixer=DELTA, feed_forward=None)
-    kept = [kept_bytes(block, 24, 2, size, recompute="none") for size in (256, 512)]
+    kept = [kept_bytes(block, 24, MetaMicroBatch(2, size, recompute="none")) for size in (256, 512)]
     assert kept[1] < 2.01 * kept[0]
-    assert kept_bytes(block, 24, 2, 512, recompute="selective") < 0.6 * kept[1]
+    assert kept_bytes(block, 24, MetaMicroBatch(2, 512, recompute="selective")) < 0.6 * kept[1]
     cut = Cut(64, 4, Layout())
     once = 2 * 2 * 3 * (72 * 3 * 4 + 4 * 8 * (8 + 10) * 4)  # rows, pieces, peers: tokens, states
-    assert sent_bytes(block, 24, 2, 16, tp=2, cut=cut)["cp"] == 2 * once
+    assert sent_bytes(block, 24, MetaMicroBatch(2, 16), tp=2, cut=cut)["cp"] == 2 * once
 
 
 def test_key_heads_that_do_not_divide_are_named() -> None:

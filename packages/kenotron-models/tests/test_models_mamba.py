@@ -13,7 +13,15 @@ from mixer_cases import ONE, documents_are_apart, one_by_one_as_in_parallel, sam
 from kenotron_cp import Cut, Layout
 from kenotron_dist import Axis
 from kenotron_dist.placement import parameter_layouts
-from kenotron_models import Build, Context, LayerStack, build_decoder, kept_bytes, sent_bytes
+from kenotron_models import (
+    Build,
+    Context,
+    LayerStack,
+    MetaMicroBatch,
+    build_decoder,
+    kept_bytes,
+    sent_bytes,
+)
 from kenotron_models.layers import BlockSpec, KVCache, NormSpec
 from kenotron_models.state_init import FirstSteps
 
@@ -128,14 +136,17 @@ def test_constants_are_fp32_in_a_bf16_model_and_begin_as_the_paper_says() -> Non
 
 def test_it_is_measured_on_meta() -> None:
     block = BlockSpec(mixer=MAMBA, feed_forward=None)
-    kept = [kept_bytes(block, 24, 2, size, recompute="none") for size in (256, 512)]
+    kept = [kept_bytes(block, 24, MetaMicroBatch(2, size, recompute="none")) for size in (256, 512)]
     assert kept[1] <= 2 * kept[0]
-    assert kept_bytes(block, 24, 2, 512, recompute="selective") < kept[1]
+    assert kept_bytes(block, 24, MetaMicroBatch(2, 512, recompute="selective")) < kept[1]
     cut = Cut(64, 4, Layout())
-    sent = sent_bytes(block, 24, 2, 16, tp=2, cut=cut)
+    sent = sent_bytes(block, 24, MetaMicroBatch(2, 16), tp=2, cut=cut)
     once = 2 * 2 * 3 * 8 * (3 * 4 + 2 * 6 * 4)  # rows, pieces, peers, channels
     assert sent["cp"] == 2 * once
-    assert sent_bytes(block, 24, 2, 160, tp=2, cut=Cut(640, 4, Layout()))["cp"] == sent["cp"]
+    assert (
+        sent_bytes(block, 24, MetaMicroBatch(2, 160), tp=2, cut=Cut(640, 4, Layout()))["cp"]
+        == sent["cp"]
+    )
 
 
 def test_channels_that_do_not_divide_are_named() -> None:

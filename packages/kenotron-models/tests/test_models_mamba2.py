@@ -13,7 +13,15 @@ from mixer_cases import ONE, documents_are_apart, one_by_one_as_in_parallel, sam
 from kenotron_cp import Cut, Layout
 from kenotron_dist import Axis
 from kenotron_dist.placement import parameter_layouts
-from kenotron_models import Build, Context, LayerStack, build_decoder, kept_bytes, sent_bytes
+from kenotron_models import (
+    Build,
+    Context,
+    LayerStack,
+    MetaMicroBatch,
+    build_decoder,
+    kept_bytes,
+    sent_bytes,
+)
 from kenotron_models.gated_norm import GatedGroupNorm
 from kenotron_models.layers import BlockSpec
 
@@ -112,10 +120,10 @@ def test_the_norm_is_over_groups_of_gated_features() -> None:
 
 def test_it_is_measured_on_meta() -> None:
     block = BlockSpec(mixer=MAMBA2, feed_forward=None)
-    kept = [kept_bytes(block, 24, 2, size, recompute="none") for size in (256, 512)]
+    kept = [kept_bytes(block, 24, MetaMicroBatch(2, size, recompute="none")) for size in (256, 512)]
     assert kept[1] <= 2 * kept[0]
-    assert kept_bytes(block, 24, 2, 512, recompute="selective") < kept[1]
-    sent = sent_bytes(block, 24, 2, 16, tp=4, cut=Cut(64, 4, Layout()))
+    assert kept_bytes(block, 24, MetaMicroBatch(2, 512, recompute="selective")) < kept[1]
+    sent = sent_bytes(block, 24, MetaMicroBatch(2, 16), tp=4, cut=Cut(64, 4, Layout()))
     channels, state = 2 * 4 + 2 * 6, 2 * (4 * 6 + 1)  # two heads and one group
     assert sent["cp"] == 2 * 2 * 2 * 3 * (3 * channels + state) * 4
 

@@ -11,7 +11,7 @@ from toy_family import ToyConfig
 
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_models import Build, Context, Recompute, kept_bytes
+from kenotron_models import Build, Context, MetaMicroBatch, Recompute, kept_bytes
 from kenotron_models.families import (
     LlamaConfig,
     MambaModelConfig,
@@ -83,8 +83,9 @@ def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, int, int]]:
         for again in AGAIN:
             given = spec.blocks[0], spec.hidden_size
             wide = torch.float32 if spec.residual_in_fp32 else None
-            options = {"tp": mesh["tp"].size, "mode": mode, "dtype": dtype, "recompute": again}
-            meta = kept_bytes(*given, ROWS, SEQUENCE, **options, residual=wide)
+            options = {"mode": mode, "dtype": dtype, "residual": wide, "recompute": again}
+            batch = MetaMicroBatch(ROWS, SEQUENCE, **options)
+            meta = kept_bytes(*given, batch, tp=mesh["tp"].size)
             real = real_bytes(mesh, *given, mode, dtype, again, wide)
             found.append((f"{dtype} {again}", meta, real))
     return found
@@ -109,9 +110,11 @@ def test_so_it_is_on_two_tensor_parallel_ranks(name: str, mode: str) -> None:
             assert meta == pytest.approx(real, rel=1e-3), what
 
 
-def llama_bytes(**options: Any) -> int:
+def llama_bytes(tp: int = 1, fused_norms: bool = False, **options: Any) -> int:
     spec = FAMILIES["llama"].decoder
-    return kept_bytes(spec.blocks[0], spec.hidden_size, ROWS, SEQUENCE, **options)
+    batch = MetaMicroBatch(ROWS, SEQUENCE, **options)
+    given = spec.blocks[0], spec.hidden_size, batch
+    return kept_bytes(*given, tp=tp, fused_norms=fused_norms)
 
 
 def test_the_whole_recomputation_keeps_the_input_alone() -> None:
@@ -122,10 +125,13 @@ def test_the_whole_recomputation_keeps_the_input_alone() -> None:
 
 def test_a_residual_stream_of_fp32_is_counted_as_such() -> None:
     spec = FAMILIES["mamba"].decoder
-    given = spec.blocks[0], spec.hidden_size, ROWS, SEQUENCE
+    given = spec.blocks[0], spec.hidden_size
     for wide, size in ((torch.float32, 4), (None, 2)):
         options = {"dtype": torch.bfloat16, "residual": wide, "recompute": "full"}
-        assert kept_bytes(*given, **options) == ROWS * SEQUENCE * 64 * size
+        assert (
+            kept_bytes(*given, MetaMicroBatch(ROWS, SEQUENCE, **options))
+            == ROWS * SEQUENCE * 64 * size
+        )
 
 
 def test_attention_kernels_that_are_not_here_keep_what_torchs_does() -> None:
@@ -133,9 +139,9 @@ def test_attention_kernels_that_are_not_here_keep_what_torchs_does() -> None:
     block = spec.blocks[0]
     for backend in ("flash_attn", "varlen", "blocked"):
         other = replace(block, mixer=replace(block.mixer, backend=backend))
-        assert kept_bytes(other, spec.hidden_size, ROWS, SEQUENCE) == llama_bytes()
+        assert kept_bytes(other, spec.hidden_size, MetaMicroBatch(ROWS, SEQUENCE)) == llama_bytes()
     plain = replace(block, mixer=replace(block.mixer, backend="plain"))
-    assert kept_bytes(plain, spec.hidden_size, ROWS, SEQUENCE) > llama_bytes()
+    assert kept_bytes(plain, spec.hidden_size, MetaMicroBatch(ROWS, SEQUENCE)) > llama_bytes()
 
 
 @pytest.mark.parametrize("tp", [1, 2])

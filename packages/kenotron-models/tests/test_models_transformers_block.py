@@ -15,6 +15,7 @@ from kenotron_models import (
     Build,
     Context,
     Kernels,
+    MetaMicroBatch,
     block_flops,
     block_kernels,
     build_decoder,
@@ -67,18 +68,19 @@ def real_layer(spec: Any, dtype: torch.dtype, axis: Axis = ALONE) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_on_meta_keeps_and_starts_what_it_does_on_a_cpu(name: str, attention: str) -> None:
     spec = spec_of(name, attention)
-    given = transformers_blocks(spec)[0], spec.hidden_size, ROWS, SEQUENCE
+    given = transformers_blocks(spec)[0], spec.hidden_size
     mask = SEQUENCE**2 * 8 * ("layer_types" in FAMILIES[name])  # of a CPU's kernel, not counted
     places = 16 * ("moe" in name)
     for dtype in (torch.float32, torch.bfloat16):
         layer, x, context = real_layer(spec, dtype)
-        kept = kept_bytes(*given, dtype=dtype)
+        batch = MetaMicroBatch(ROWS, SEQUENCE, dtype=dtype)
+        kept = kept_bytes(*given, batch)
         assert kept <= bytes_alive(layer, x, context) <= kept + mask + places
         with Kernels() as forward:
             y = layer(x, context)
         with Kernels() as backward:
             torch.autograd.backward(y, torch.empty_like(y))
-        for meta, cpu in zip(block_kernels(*given, dtype=dtype), (forward, backward), strict=True):
+        for meta, cpu in zip(block_kernels(*given, batch), (forward, backward), strict=True):
             assert abs(cpu.nbytes - meta.nbytes) <= 2 * mask
             assert abs(cpu.kernels - meta.kernels) <= 5
 
@@ -92,11 +94,13 @@ def test_layers_of_one_kind_are_equal(name: str) -> None:
 
 def test_a_llama_keeps_and_computes_again_at_most_its_input_and_shares_over_tp() -> None:
     spec = spec_of("llama")
-    given = transformers_blocks(spec)[0], 64, ROWS, SEQUENCE
-    assert kept_bytes(*given, recompute="full") == ROWS * SEQUENCE * 64 * 4
+    block = transformers_blocks(spec)[0]
+    given = block, 64, MetaMicroBatch(ROWS, SEQUENCE)
+    full = block, 64, MetaMicroBatch(ROWS, SEQUENCE, recompute="full")
+    assert kept_bytes(*full) == ROWS * SEQUENCE * 64 * 4
     whole, half = kept_bytes(*given), kept_bytes(*given, tp=2)
     assert 0.5 * whole < half < 0.8 * whole
-    (forward, backward), (_, again) = block_kernels(*given), block_kernels(*given, recompute="full")
+    (forward, backward), (_, again) = block_kernels(*given), block_kernels(*full)
     assert again.nbytes - backward.nbytes == pytest.approx(forward.nbytes, rel=0.1)
     cut = block_kernels(*given, tp=2)
     assert [each.calls for each in cut] == [{"tp": 2}, {"tp": 5}]  # q, k, v, gate and up each
@@ -123,7 +127,7 @@ def sent_really(mesh: Mesh, name: str) -> dict[str, int]:
 
 def test_a_layer_sends_what_it_sends_really() -> None:
     spec = spec_of("llama")
-    given = transformers_blocks(spec)[0], 64, ROWS, SEQUENCE
+    given = transformers_blocks(spec)[0], 64, MetaMicroBatch(ROWS, SEQUENCE)
     for real in on_ranks(sent_really, "llama", tp=2):
         assert sent_bytes(*given, tp=2, backend="gloo") == real
 
@@ -131,9 +135,10 @@ def test_a_layer_sends_what_it_sends_really() -> None:
 def test_a_mask_that_is_too_large_is_refused_and_kenotrons_attention_has_none() -> None:
     block = transformers_blocks(spec_of("llama", "sdpa"))[0]
     with pytest.raises(ValueError, match="masks of 131,072 tokens are too large to be made here"):
-        kept_bytes(block, 64, 1, 1 << 17)
+        kept_bytes(block, 64, MetaMicroBatch(1, 1 << 17))
     own = transformers_blocks(spec_of("llama", "kenotron"))[0]
-    assert kept_bytes(own, 64, 1, 1 << 17) == (1 << 17) * kept_bytes(own, 64, 1, 1 << 10) >> 10
+    many, few = (kept_bytes(own, 64, MetaMicroBatch(1, 1 << n)) for n in (17, 10))
+    assert many == (1 << 17) * few >> 10
 
 
 def test_a_model_in_one_piece_has_no_blocks() -> None:

@@ -15,6 +15,7 @@ import torch
 from kenotron_engine import way_of
 from kenotron_models import (
     KernelWork,
+    MetaMicroBatch,
     Recompute,
     TransformersBlock,
     TransformersSpec,
@@ -25,11 +26,12 @@ from kenotron_models import (
     sequence_bytes,
     working_bytes,
 )
-from kenotron_models.layers import ExpertsSpec
+from kenotron_models.layers import BlockSpec, ExpertsSpec
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.stage_tensors import StageTensors
 
+AnyBlock = BlockSpec | TransformersBlock
 FLOATS_ON_CPU = 2**20
 """Logits of which a CPU has fp32 copies at a time."""
 
@@ -54,9 +56,8 @@ class MeasuredModel(StageTensors):
         key = "kept", kind, sizes.tp, sizes.tp_mode, plan.row_tokens, again, rows, plan.dtype
 
         def measure() -> int:
-            given = self._block(plan, kind, again) | {"rows": rows}
-            fused = plan.on_accelerator
-            return self.uneven(given, lambda each: kept_bytes(**each, fused_norms=fused))
+            given, cut = self._batch(plan, kind, again, rows), self._on_rank(plan)
+            return self.uneven(kind, lambda each: kept_bytes(each, *given, **cut))
 
         return self.once(key, measure) * (plan.micro_batch_size // rows)
 
@@ -67,13 +68,11 @@ class MeasuredModel(StageTensors):
 
         def measure(rows: int) -> tuple[int, int]:
             key = "working", kind, sizes.tp, sizes.tp_mode, plan.row_tokens, again, rows, plan.dtype
-            given = self._block(plan, kind, again) | {"rows": rows}
-            fused = plan.on_accelerator
+            given, cut = self._batch(plan, kind, again, rows), self._on_rank(plan)
 
             def most() -> tuple[int, int]:
-                own = working_bytes(**given, fused_norms=fused)
-                uneven = self.uneven(given, lambda x: working_bytes(**x, fused_norms=fused)[0])
-                return uneven, own[1]
+                uneven = self.uneven(kind, lambda each: working_bytes(each, *given, **cut)[0])
+                return uneven, working_bytes(self.of_kind[kind][0], *given, **cut)[1]
 
             return self.once(key, most)
 
@@ -114,16 +113,15 @@ class MeasuredModel(StageTensors):
         self, plan: CostPlan, kind: int, again: Recompute
     ) -> tuple[KernelWork, KernelWork]:
         """Return those of a whole row."""
-        sizes, fused = plan.parallelism, plan.on_accelerator
+        sizes = plan.parallelism
 
         def measure() -> tuple[KernelWork, KernelWork]:
-            given = self._block(plan, kind, again)
-            given |= {"rows": 1, "sequence": plan.sequence, "ep": sizes.ep}
-            found = block_kernels(**given, fused_norms=fused)
+            width, batch = self._batch(plan, kind, again, 1)
+            given, cut = (width, replace(batch, sequence=plan.sequence)), self._on_rank(plan)
+            cut |= {"ep": sizes.ep}
+            found = block_kernels(self.of_kind[kind][0], *given, **cut)
             forward, backward = (
-                self.uneven(
-                    given, lambda x, way=way: block_kernels(**x, fused_norms=fused)[way].nbytes
-                )
+                self.uneven(kind, lambda x, way=way: block_kernels(x, *given, **cut)[way].nbytes)
                 for way in range(2)
             )
             return replace(found[0], nbytes=forward), replace(found[1], nbytes=backward)
@@ -136,22 +134,23 @@ class MeasuredModel(StageTensors):
         sizes = plan.parallelism
         if sizes.tp * sizes.ep * sizes.cp == 1:
             return {}
-        given = self._block(plan, kind, again)
+        block = self.of_kind[kind][0]
         if self.exact:
-            found = sent_bytes(**given, ep=sizes.ep)
+            given = self._batch(plan, kind, again, plan.micro_batch_size)
+            found = sent_bytes(block, *given, tp=sizes.tp, ep=sizes.ep)
         else:
             share = plan.micro_batch_size * plan.row_tokens / plan.sequence
             row = Counter[str]()
             for each in self._kernels(plan, kind, again):
                 row.update(each.sent)
             found = {axis: int(sent * share) for axis, sent in row.items()}
-        if sizes.cp > 1 and not isinstance(given["block"], TransformersBlock):
+        if sizes.cp > 1 and not isinstance(block, TransformersBlock):
             cut = plan.cp_mode.cut(plan.sequence, sizes.cp)
             way = way_of(plan.cp_mode, plan.spec, sizes.grid)
             rows = self._rows(plan)
             key = "over cp", kind, sizes.cp, sizes.tp, again, rows, plan.dtype
-            given = given["block"], rows, cut, way, sizes.tp, plan.dtype, again
-            one = self.once(key, lambda: sequence_bytes(*given))
+            batch = self._batch(plan, kind, again, rows)[1]
+            one = self.once(key, lambda: sequence_bytes(block, batch, cut, way, sizes.tp))
             found["cp"] = plan.micro_batch_size // rows * one
         return found
 
@@ -191,49 +190,53 @@ class MeasuredModel(StageTensors):
         """Count blocks by their kind and what they compute again."""
         return Counter((self.kinds[block], again[block]) for block in blocks)
 
-    def uneven(self, given: dict[str, Any], measure: Callable[[dict[str, Any]], int]) -> int:
+    def uneven(self, kind: int, measure: Callable[[AnyBlock], int]) -> int:
         """Return a size of a block on the rank whose experts have most tokens.
 
         It grows with their tokens as it does with the choices of a token, of which one more is
         measured. Blocks of transformers are measured with an even load.
 
         Args:
-            given: the block under ``block``, and what else its size depends on.
-            measure: the size.
+            kind: of the block.
+            measure: the size of a block of the kind, or of one that differs in its choices alone.
         """
-        even, block = measure(given), given["block"]
-        experts = None if isinstance(block, TransformersBlock) else block.feed_forward
-        if self.imbalance == 1 or not isinstance(experts, ExpertsSpec):
+        block = self.of_kind[kind][0]
+        even = measure(block)
+        if self.imbalance == 1 or isinstance(block, TransformersBlock):
+            return even
+        experts = block.feed_forward
+        if not isinstance(experts, ExpertsSpec):
             return even
         router, choices = experts.router, experts.router.top_k
         other = choices + 1 if choices < router.experts else choices - 1
         if not other:
             return even
         more = replace(experts, router=replace(router, top_k=other))
-        one = (measure(given | {"block": replace(block, feed_forward=more)}) - even) / (
-            other - choices
-        )
+        one = (measure(replace(block, feed_forward=more)) - even) / (other - choices)
         return int(even + (self.imbalance - 1) * choices * one)
 
     def _rows(self, plan: CostPlan) -> int:
         """Return the rows that are measured at once."""
         return plan.micro_batch_size if self.exact else 1
 
-    def _block(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, Any]:
-        """Return the arguments of what measures a block, with all rows of a micro-batch."""
-        block, adapter = self.of_kind[kind]
-        return {
-            "block": block,
-            "width": plan.spec.hidden_size,
-            "rows": plan.micro_batch_size,
-            "sequence": plan.row_tokens,
-            "tp": plan.parallelism.tp,
-            "mode": plan.parallelism.mode,
-            "dtype": plan.dtype,
-            "residual": torch.float32 if plan.spec.residual_in_fp32 else None,
-            "recompute": again,
-            "adapter": adapter,
-        }
+    def _batch(
+        self, plan: CostPlan, kind: int, again: Recompute, rows: int
+    ) -> tuple[int, MetaMicroBatch]:
+        """Return the width of a block, and the rows that it is measured with."""
+        batch = MetaMicroBatch(
+            rows=rows,
+            sequence=plan.row_tokens,
+            mode=plan.parallelism.mode,
+            dtype=plan.dtype,
+            residual=torch.float32 if plan.spec.residual_in_fp32 else None,
+            recompute=again,
+            adapter=self.of_kind[kind][1],
+        )
+        return plan.spec.hidden_size, batch
+
+    def _on_rank(self, plan: CostPlan) -> dict[str, Any]:
+        """Return what a rank has of a block, and whether its norms are one kernel."""
+        return {"tp": plan.parallelism.tp, "fused_norms": plan.on_accelerator}
 
 
 def logits_bytes(plan: CostPlan) -> int:

@@ -72,10 +72,7 @@ def block_work(
     block = measured.of_kind[kind][0]
     given = width, plan.micro_batch_size, plan.sequence
     counts = [
-        measured.uneven(
-            {"block": block},
-            lambda x, what=what: block_flops(x["block"], *given, causal=True)[what],
-        )
+        measured.uneven(kind, lambda x, what=what: block_flops(x, *given, causal=True)[what])
         for what in range(2)
     ]
     share = sizes.tp * sizes.cp * machine["peak_flops"]

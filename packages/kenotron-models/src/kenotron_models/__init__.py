@@ -33,6 +33,7 @@ from kenotron_models.flops import (
 )
 from kenotron_models.generate import Sampling, generate
 from kenotron_models.memory import kept_bytes, norm_bytes
+from kenotron_models.meta_block import MetaMicroBatch
 from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds, multipliers_of
 from kenotron_models.mup import DepthRule, Mup, MupOptimizer, ParameterScale, mup_scales
 from kenotron_models.mup_init import mup_init, mup_table
@@ -82,6 +83,7 @@ __all__ = [
     "Kernels",
     "KernelWork",
     "LayerStack",
+    "MetaMicroBatch",
     "Recompute",
     "Sampling",
     "SequenceCut",

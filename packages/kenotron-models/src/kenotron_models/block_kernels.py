@@ -13,18 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron_dist.diagnosis import shape_axes
-from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
-from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_block import TransformersBlock
-from kenotron_tp import TPMode
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "mv", "dot"}
 """Operations whose time is that of arithmetic: their bytes are not counted."""
@@ -57,16 +53,10 @@ class KernelWork:
 def block_kernels(
     block: BlockSpec | TransformersBlock,
     width: int,
-    rows: int,
-    sequence: int,
+    batch: MetaMicroBatch,
     *,
     tp: int = 1,
     ep: int = 1,
-    mode: TPMode = TPMode(),
-    dtype: torch.dtype = torch.float32,
-    residual: torch.dtype | None = None,
-    recompute: Recompute = "none",
-    adapter: AdapterSpec | None = None,
     fused_norms: bool = False,
 ) -> tuple[KernelWork, KernelWork]:
     """Return the kernels of the forward and of the backward of a block on the first rank.
@@ -74,10 +64,6 @@ def block_kernels(
     Attention is one kernel of which no byte is counted. The arguments are those of ``kept_bytes``
     and ``sent_bytes``; experts are expected to have an even load.
     """
-    batch = MetaMicroBatch(
-        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual,
-        recompute=recompute, adapter=adapter,
-    )  # fmt: skip
     axes, recorder = shape_axes({"tp": tp, "ep": ep}, "nccl")
     layer, x, context = block_on_meta(block, width, batch, axes)
     with recorder, OneKernel(fused_norms):

@@ -10,33 +10,22 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
-
 from kenotron_cp import AttentionWay, Cut
 from kenotron_dist.diagnosis import shape_axes
-from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.part import SendsOverSequence
-from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_block import TransformersBlock
-from kenotron_tp import TPMode
 
 
 @lru_cache(maxsize=256)
 def sent_bytes(
     block: BlockSpec | TransformersBlock,
     width: int,
-    rows: int,
-    sequence: int,
+    batch: MetaMicroBatch,
     *,
     tp: int = 1,
     ep: int = 1,
-    mode: TPMode = TPMode(),
-    dtype: torch.dtype = torch.float32,
-    residual: torch.dtype | None = None,
-    recompute: Recompute = "none",
-    adapter: AdapterSpec | None = None,
     cut: Cut | None = None,
     way: AttentionWay = "ring",
     backend: str = "nccl",
@@ -50,23 +39,13 @@ def sent_bytes(
     Args:
         block: what it is made of.
         width: D.
-        rows: B.
-        sequence: S, of one rank where rows are cut over cp.
+        batch: the micro-batch of one rank.
         tp: number of ranks over which features are cut.
         ep: number of ranks over which experts are cut.
-        mode: how tp ranks communicate.
-        dtype: of parameters and activations.
-        residual: of the block's input, to which it adds; None: dtype.
-        recompute: what is computed again.
-        adapter: of the block as layer 0; None: all of its weights learn.
         cut: how rows are cut over cp; None: they are whole.
         way: how attention over cut rows shares the work.
         backend: whose algorithms are counted, ``nccl`` or ``gloo``.
     """
-    batch = MetaMicroBatch(
-        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual,
-        recompute=recompute, adapter=adapter,
-    )  # fmt: skip
     axes, recorder = shape_axes({"tp": tp, "ep": ep}, backend)
     layer, x, context = block_on_meta(block, width, batch, axes)
     with recorder, OneKernel(norms=False):
@@ -74,23 +53,19 @@ def sent_bytes(
     found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
     if cut is None or cut.ranks == 1 or isinstance(block, TransformersBlock):
         return found
-    return found | {"cp": sequence_bytes(block, rows, cut, way, tp, dtype, recompute)}
+    return found | {"cp": sequence_bytes(block, batch, cut, way, tp)}
 
 
 def sequence_bytes(
-    block: BlockSpec,
-    rows: int,
-    cut: Cut,
-    way: AttentionWay,
-    tp: int,
-    dtype: torch.dtype,
-    recompute: Recompute,
+    block: BlockSpec, batch: MetaMicroBatch, cut: Cut, way: AttentionWay, tp: int
 ) -> int:
     """Return the bytes that leave the first rank of cp; arguments are those of ``sent_bytes``."""
     sent = 0
     for part in block.parts:
         if isinstance(part, SendsOverSequence):
-            forward, backward = part.sent_over_sequence(rows, cut, way, tp=tp, dtype=dtype)
-            again = recompute in ("full", "mixer" if part is block.mixer else "feed_forward")
+            forward, backward = part.sent_over_sequence(
+                batch.rows, cut, way, tp=tp, dtype=batch.dtype
+            )
+            again = batch.recompute in ("full", "mixer" if part is block.mixer else "feed_forward")
             sent += forward * (1 + again) + backward
     return sent

@@ -20,29 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron_dist import Axis
-from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.context import Context
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
 from kenotron_models.part import Part
-from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_block import TransformersBlock
-from kenotron_tp import TPMode
 
 
 @lru_cache(maxsize=256)
 def kept_bytes(
     block: BlockSpec | TransformersBlock,
     width: int,
-    rows: int,
-    sequence: int,
+    batch: MetaMicroBatch,
     *,
     tp: int = 1,
-    mode: TPMode = TPMode(),
-    dtype: torch.dtype = torch.float32,
-    residual: torch.dtype | None = None,
-    recompute: Recompute = "none",
-    adapter: AdapterSpec | None = None,
     fused_norms: bool = False,
 ) -> int:
     """Return the bytes that one tp rank keeps of a micro-batch for the backward of a block.
@@ -53,22 +44,12 @@ def kept_bytes(
     Args:
         block: what it is made of.
         width: D.
-        rows: B.
-        sequence: S, of one rank where rows are cut over cp.
+        batch: the micro-batch of one rank.
         tp: number of ranks over which features are cut.
-        mode: how they communicate.
-        dtype: of parameters and activations.
-        residual: of the block's input, to which it adds; None: dtype.
-        recompute: what is computed again.
-        adapter: of the block as layer 0; None: all of its weights learn.
         fused_norms: whether RMSNorm is one kernel, as on CUDA, which keeps its input alone. A CPU
             keeps fp32 copies.
     """
     axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
-    batch = MetaMicroBatch(
-        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual,
-        recompute=recompute, adapter=adapter,
-    )  # fmt: skip
     layer, x, context = block_on_meta(block, width, batch, {"tp": axis})
     with OneKernel(fused_norms):
         return bytes_alive(layer, x, context)

@@ -6,7 +6,7 @@ Shapes: B rows, S tokens of a row, T = B * S, D hidden; T/t under sequence paral
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from kenotron_tp import TPMode
 GROUPED = (torch._grouped_mm, F.grouped_mm)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MetaMicroBatch:
     """A micro-batch of one rank, and how a block computes it."""
 
@@ -35,6 +35,7 @@ class MetaMicroBatch:
     """B."""
     sequence: int
     """S, of one rank where rows are cut over cp."""
+    _: KW_ONLY
     mode: TPMode = TPMode()
     """Communication mode of tp ranks."""
     dtype: torch.dtype = torch.float32

@@ -14,29 +14,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kenotron_dist import Axis
-from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.memory import storages_of
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.part import Part
-from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_block import TransformersBlock
-from kenotron_tp import TPMode
 
 
 @lru_cache(maxsize=256)
 def working_bytes(
     block: BlockSpec | TransformersBlock,
     width: int,
-    rows: int,
-    sequence: int,
+    batch: MetaMicroBatch,
     *,
     tp: int = 1,
-    mode: TPMode = TPMode(),
-    dtype: torch.dtype = torch.float32,
-    residual: torch.dtype | None = None,
-    recompute: Recompute = "none",
-    adapter: AdapterSpec | None = None,
     fused_norms: bool = False,
 ) -> tuple[int, int]:
     """Return the most bytes that one tp rank has in use for a block, and those that blocks share.
@@ -46,10 +37,6 @@ def working_bytes(
     of ``kept_bytes``.
     """
     axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
-    batch = MetaMicroBatch(
-        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual,
-        recompute=recompute, adapter=adapter,
-    )  # fmt: skip
     layer, x, context = block_on_meta(block, width, batch, {"tp": axis})
     for parameter in layer.parameters():
         if parameter.requires_grad:
