@@ -11,7 +11,6 @@ from kenotron_models.families.hf_keys import keys_from_hf, part_to_hf, table_def
 from kenotron_models.families.keys import POSITIVE, KeyTable, Rule, key, marker, with_default
 from kenotron_models.families.places import in_spec, placed
 from kenotron_models.families.state_space_keys import (
-    LONGEST,
     SMALL_STATE,
     StateSpaceKeys,
     few,
@@ -169,17 +168,7 @@ class MambaModelConfig(StateSpaceKeys):
         kind: Any = "rms_norm" if self.rms_norm else "layer_norm"
         norm = NormSpec(kind=kind, eps=self.rms_norm_eps)
         block = BlockSpec(mixer=mixer, feed_forward=None, norm=norm)
-        return DecoderSpec(
-            hidden_size=self.d_model,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=LONGEST,
-            blocks=(block,) * self.num_hidden_layers,
-            norm=NormSpec(eps=self.rms_norm_eps),
-            tie_word_embeddings=self.tie_word_embeddings,
-            residual_in_fp32=self.residual_in_fp32,
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_id,
-        )
+        return self._decoder(self.d_model, (block,) * self.num_hidden_layers, self.rms_norm_eps)
 
     @classmethod
     def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:

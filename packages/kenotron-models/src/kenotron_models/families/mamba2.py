@@ -9,7 +9,7 @@ from typing import Any
 from kenotron_models.block import BlockSpec
 from kenotron_models.families.keys import key, marker
 from kenotron_models.families.mamba import BACKBONE
-from kenotron_models.families.state_space_keys import LONGEST, Mamba2Keys, few, state_space_names
+from kenotron_models.families.state_space_keys import Mamba2Keys, few, state_space_names
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.norm import NormSpec
@@ -59,17 +59,8 @@ class Mamba2ModelConfig(Mamba2Keys):
         """Decoder that the names above describe."""
         norm = NormSpec(eps=self.layer_norm_epsilon)
         block = BlockSpec(mixer=self.mamba2(), feed_forward=None, norm=norm)
-        return DecoderSpec(
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=LONGEST,
-            blocks=(block,) * self.num_hidden_layers,
-            norm=norm,
-            tie_word_embeddings=self.tie_word_embeddings,
-            residual_in_fp32=self.residual_in_fp32,
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_id,
-        )
+        blocks = (block,) * self.num_hidden_layers
+        return self._decoder(self.hidden_size, blocks, self.layer_norm_epsilon)
 
     @classmethod
     def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:

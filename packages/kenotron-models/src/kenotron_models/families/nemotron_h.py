@@ -148,17 +148,12 @@ class NemotronHConfig(SigmoidRoutingKeys, Mamba2Keys):
     def decoder(self) -> DecoderSpec:
         """Decoder that the names above describe."""
         blocks = self.blocks()
-        return DecoderSpec(
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=self.max_position_embeddings,
-            blocks=tuple(blocks[letter] for letter in self.letters),
-            stage_starts=split_pattern(self.layers)[1],
-            norm=NormSpec(eps=self.layer_norm_epsilon),
-            tie_word_embeddings=self.tie_word_embeddings,
-            residual_in_fp32=self.residual_in_fp32,
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_id,
+        return self._decoder(
+            self.hidden_size,
+            tuple(blocks[letter] for letter in self.letters),
+            self.layer_norm_epsilon,
+            self.max_position_embeddings,
+            split_pattern(self.layers)[1],
         )
 
     @classmethod

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kenotron_models.block import BlockSpec
 from kenotron_models.families.hf_keys import first_of
 from kenotron_models.families.keys import OF_CONFIG, POSITIVE, KeyTable, Rule, key
 from kenotron_models.families.places import placed
 from kenotron_models.hf_tensors import FusedModules, Names
 from kenotron_models.mamba2 import Mamba2Spec
+from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
+from kenotron_models.spec import DecoderSpec
 from kenotron_models.state_init import FirstSteps
 
 LONGEST = 1 << 20
@@ -81,6 +84,28 @@ class StateSpaceKeys(KeyTable):
     """Token number of the beginning of a text; recorded for export, no layer reads it."""
     eos_token_id: int | None = key(None, hf=True, at="eos_token_id", read=first_of)
     """Token number of the end of a text; generation stops on it, no layer reads it."""
+
+    def _decoder(
+        self,
+        width: int,
+        blocks: tuple[BlockSpec, ...],
+        eps: float,
+        longest: int = LONGEST,
+        stage_starts: tuple[int, ...] = (),
+    ) -> DecoderSpec:
+        """Return the decoder of some blocks, with an RMSNorm behind the last one."""
+        return DecoderSpec(
+            hidden_size=width,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=longest,
+            blocks=blocks,
+            stage_starts=stage_starts,
+            norm=NormSpec(eps=eps),
+            tie_word_embeddings=self.tie_word_embeddings,
+            residual_in_fp32=self.residual_in_fp32,
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
