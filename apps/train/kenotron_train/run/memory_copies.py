@@ -37,7 +37,7 @@ class MemoryCopies:
 
         Collective over the mesh. Raises ValueError, on all ranks.
         """
-        section = training.config.checkpoints
+        section = training.checkpoints.section
         self._training, self._report = training, report
         self._every = section.memory_every or 0
         self._hosts: HostCopies | None = None
@@ -117,7 +117,7 @@ def _check_room(memory: MemoryFolder, training: Training) -> None:
         room = shutil.disk_usage(folder).free + held
         if room < needed:
             raise ValueError(
-                f"checkpoints.memory_every: {training.config.checkpoints.memory_every} was given; "
+                f"checkpoints.memory_every: {training.checkpoints.section.memory_every} was given; "
                 f"{AT_A_TIME} copies of this run are {needed / 1e9:.3g} GB, and {folder.parent} "
                 f"has room for {room / 1e9:.3g} GB: enlarge it, name another folder in "
                 "checkpoints.memory_path, or set memory_every: null"
