@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
-from kenotron_ckpt import HostCopies, Saver, on_each, on_first
+from kenotron_ckpt import HostCopies, Saver, on_each, on_first, remove_steps
 from kenotron_train.assemble import Training
 from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
@@ -81,7 +80,7 @@ class MemoryCopies:
             self._hosts.remove_steps()
         if (saver := self._saver) is not None:
             saver.finish()
-            on_first(saver.mesh, lambda: _remove_steps(saver.folder))
+            on_first(saver.mesh, lambda: remove_steps(saver.store))
 
     def remove(self) -> None:
         """Remove the copies: the run's folder has all. Collective over the mesh."""
@@ -97,12 +96,6 @@ class MemoryCopies:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._saver is not None:
             self._saver.__exit__(kind, *error)
-
-
-def _remove_steps(folder: Path) -> None:
-    for each in folder.iterdir():
-        if each.is_dir():
-            shutil.rmtree(each, ignore_errors=True)
 
 
 def _check_room(memory: MemoryFolder, training: Training) -> None:
