@@ -163,12 +163,8 @@ class HostCopies:
         on_each(mesh, lambda: _raise(fault))
 
         # Commit on all hosts; earlier copies are removed when all have.
-        def text() -> str:
-            if self.generation is not None:
-                self.generation.check()
-            return manifest_of(store, shares, mesh, state, config, self.generation).to_json()
-
-        found = on_first(mesh, text)
+        what = store, shares, mesh, state, config, self.generation
+        found = on_first(mesh, lambda: manifest_of(*what).to_json())
         here = [name for rank in self.stored_ranks() for name in shares[rank]["files"]]
 
         def commit_here() -> None:
