@@ -19,10 +19,10 @@ from kenotron_dist import Mesh
 from kenotron_dist.placement import named_parameters
 from kenotron_engine import Piece, Whole, build_model, join_pieces
 from kenotron_engine import gradients_of as engine_gradients
-from kenotron_train.assemble import Training, build_training, plan_of
+from kenotron_train.assemble import Training, build_training, data_plan, plan_of
 from kenotron_train.config_file import parse_config
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.data_plan import data_plan
+from kenotron_train.data_plan import DataPlan
 from kenotron_train.run.loop import train
 
 GLOBAL_BATCH = 24
@@ -142,10 +142,9 @@ def trace(mesh: Mesh, config: Config) -> Trace:
     return Trace([r.loss for r in results], [r.grad_norm for r in results])
 
 
-def first_batch(config: Config, mesh: Mesh) -> Batch:
+def first_batch(data: DataPlan, mesh: Mesh) -> Batch:
     """This data rank's part of the first global batch."""
-    corpus = open_corpus(data_plan(config), 0)
-    with open_loader(data_plan(config), mesh, corpus, Cursor(), target_mask) as loader:
+    with open_loader(data, mesh, open_corpus(data, 0), Cursor(), target_mask) as loader:
         return next(loader)
 
 
@@ -157,7 +156,7 @@ def parameters(mesh: Mesh, config: Config) -> dict[str, np.ndarray]:
 
 def rows(mesh: Mesh, config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels (rows, S) of the first global batch, on one process."""
-    batch = first_batch(config, mesh)
+    batch = first_batch(data_plan(config), mesh)
     return batch.tokens_MBS.flatten(0, 1).numpy(), batch.labels_MBS.flatten(0, 1).numpy()
 
 
@@ -168,7 +167,7 @@ def gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
 
 def gradients_of(training: Training) -> tuple[float, list[Piece]]:
     """``gradients`` of a training that is built."""
-    return engine_gradients(training, first_batch(training.config, training.mesh))
+    return engine_gradients(training, first_batch(training.data, training.mesh))
 
 
 def assemble(ranks: list[tuple[float, list[Piece]]]) -> Whole:

@@ -1,4 +1,4 @@
-"""Print how far a change has to reach: files that name a specimen of each seam, rooms of a config.
+"""Print how far a change has to reach: files that name a specimen of each seam, takers of a config.
 
 ``python tests/seams.py``. A specimen is something that was added before: its like needs a change in
 as many files. Tests, benchmarks and examples are left out, and the file that a specimen lives in is
@@ -38,26 +38,26 @@ def named_in(pattern: str, texts: Mapping[Path, str]) -> list[str]:
 
 
 def config_takers(tree: ast.Module) -> list[str]:
-    """Names of functions with an argument of type Config."""
+    """Names of functions with an argument of type Config, and of classes with such a field."""
     found = []
     for node in ast.walk(tree):
+        kinds: list[ast.expr | None] = []
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            kinds = [ast.unparse(each.annotation) for each in arguments if each.annotation]
-            if any(re.search(r"\bConfig\b", kind) for kind in kinds):
-                found.append(node.name)
+            kinds = [each.annotation for each in arguments]
+        elif isinstance(node, ast.ClassDef):
+            kinds = [each.annotation for each in node.body if isinstance(each, ast.AnnAssign)]
+        if any(re.search(r"\bConfig\b", ast.unparse(kind)) for kind in kinds if kind):
+            found.append(node.name)
     return found
 
 
-def config_readers(tree: ast.Module) -> list[str]:
-    """Names of functions that read ``training.config``: a whole config that no argument names."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            read = [ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Attribute)]
-            if any(re.search(r"\b_?training\.config$", text) for text in read):
-                found.append(node.name)
-    return found
+def area_of(name: str) -> str:
+    """Area of a file, given its folder and name: what is about configs, or the road of a run."""
+    folder = name.partition("/")[0]
+    return {"kenotron_config": "kenotron-config", "plan": "planner", "verify": "verify"}.get(
+        folder, "training road"
+    )
 
 
 def main() -> None:
@@ -68,10 +68,13 @@ def main() -> None:
     for name, pattern in SPECIMENS.items():
         files = named_in(pattern, texts)
         print(f"{name}: {len(files)} files: {', '.join(files)}")
-    trees = [ast.parse(text) for text in texts.values()]
-    for what, find in (("take one", config_takers), ("read training.config", config_readers)):
-        found = [functions for tree in trees if (functions := find(tree))]
-        print(f"a whole Config: {sum(map(len, found))} functions in {len(found)} files {what}")
+    named = {"/".join(path.parts[-2:]): config_takers(ast.parse(t)) for path, t in texts.items()}
+    print("a whole Config is taken, as an argument or a field, by")
+    for area in dict.fromkeys(map(area_of, named)):
+        found = {name: takers for name, takers in named.items() if takers and area_of(name) == area}
+        print(
+            f"  {area}: {sum(map(len, found.values()))} in {len(found)} files: {', '.join(found)}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from seams import SPECIMENS, config_takers, named_in, sources
+from seams import SPECIMENS, area_of, config_takers, named_in, sources
 
 ROOT = Path(__file__).parent.parent
 Rule = Callable[[str, str], list[str]]
@@ -96,34 +96,36 @@ FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
     "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "plan", "doremi",
     "verify", "slurm", "kubernetes", "preflight",
 )  # fmt: skip
-TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it
-    "kenotron_config/availability.py",
-    "kenotron_config/cautions.py",
-    "kenotron_config/elastic.py",
-    "kenotron_config/ignored.py",
-    "kenotron_config/yaml_config.py",
-    "kenotron_train/assemble.py",
-    "kenotron_train/cli.py",
-    "kenotron_train/data_plan.py",
-    "kenotron_train/library.py",
-    "kenotron_train/life_cycle.py",
-    "cost/cost_plan.py",
-    "doremi/reference_pass.py",
-    "log/log_plan.py",
-    "plan/knobs.py",
-    "plan/layouts.py",
-    "plan/model_folder.py",
-    "plan/run_plan.py",
-    "plan/written.py",
-    "replay/replay.py",
-    "run/elastic.py",
-    "run/dry_run.py",
-    "run/loop.py",
-    "run/preview.py",
-    "run/session.py",
-    "run/start_ranks.py",
-    "verify/comparison.py",
-    "verify/shrink.py",
+TAKE_A_CONFIG = {  # the doors: other files take sections of a config, or values made of it
+    "kenotron-config": {
+        "kenotron_config/availability.py",
+        "kenotron_config/cautions.py",
+        "kenotron_config/elastic.py",
+        "kenotron_config/ignored.py",
+        "kenotron_config/yaml_config.py",
+    },
+    "planner": {
+        "plan/knobs.py",
+        "plan/layouts.py",
+        "plan/model_folder.py",
+        "plan/run_plan.py",
+        "plan/written.py",
+    },
+    "verify": {"verify/comparison.py", "verify/shrink.py"},
+    "training road": {
+        "doremi/reference_pass.py",
+        "kenotron_train/assemble.py",
+        "kenotron_train/cli.py",
+        "kenotron_train/library.py",
+        "kenotron_train/life_cycle.py",
+        "replay/replay.py",
+        "run/dry_run.py",
+        "run/elastic.py",
+        "run/loop.py",
+        "run/preview.py",
+        "run/session.py",
+        "run/start_ranks.py",
+    },
 }
 REPLACES_PARTS = {  # tests and benchmarks that put another in the place of a sibling's own function
     "packages/kenotron-tp/benchmarks/tp_alone.py",
@@ -473,8 +475,24 @@ def test_every_seam_has_a_specimen_in_the_source():
 
 
 def test_a_whole_config_is_taken_at_the_door_only():
-    texts = {"/".join(path.parts[-2:]): path.read_text(encoding="utf-8") for path in sources()}
-    assert {name for name, text in texts.items() if config_takers(ast.parse(text))} == TAKE_A_CONFIG
+    found = defaultdict(set)
+    for path in sources():
+        if config_takers(ast.parse(path.read_text(encoding="utf-8"))):
+            found[area_of(name := "/".join(path.parts[-2:]))].add(name)
+    assert found == TAKE_A_CONFIG
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x: int, *, config: Config | None = None): ...",
+        "class A:\n    async def f(self, config: Config): ...",
+        "class A:\n    x: int\n    config: 'Config'",
+    ],
+)
+def test_a_planted_taker_of_a_config_is_found(source):
+    assert config_takers(ast.parse(source))
+    assert not config_takers(ast.parse(source.replace("Config", "LoggingConfig")))
 
 
 def test_the_sessions_of_nox_keep_the_size():
@@ -727,7 +745,7 @@ def test_files_outside_packages_and_apps_are_seen_by_the_wide_rules_only(tmp_pat
     assert len(python_files(tmp_path, tests=True)) == 4
 
 
-SAME_CLASS = {"Training"}  # of the engine, and of the app, which adds its config to it
+SAME_CLASS = {"Training"}  # of the engine, and of the app, which adds values of its config
 
 
 def test_no_two_classes_share_a_name():

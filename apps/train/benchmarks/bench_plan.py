@@ -23,12 +23,10 @@ from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, barrier, spawn
 from kenotron_engine import training_step
-from kenotron_train.assemble import build_training
+from kenotron_train.assemble import build_training, cost_plan, data_plan
 from kenotron_train.config_file import parse_config
-from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.data_plan import data_plan
 from kenotron_train.plan.layouts import own_layout
 from kenotron_train.plan.machine_file import Machine, machine_named
 from kenotron_train.plan.search import Planner

@@ -30,10 +30,9 @@ from kenotron_config import Config
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, MeshConfig, barrier, spawn
 from kenotron_engine import training_step
-from kenotron_train.assemble import build_training
+from kenotron_train.assemble import build_training, data_plan
 from kenotron_train.config_file import parse_config
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.data_plan import data_plan
 
 WARM_UP = 3
 HUGGING_FACE = "transformers"

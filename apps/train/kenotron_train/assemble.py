@@ -1,31 +1,37 @@
-"""From the config of a run to its plan, and to the training that is built of it."""
+"""From the config of a run to values that follow from it, and to what is built of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import kenotron_engine
-from kenotron_config import Config
+from kenotron_config import Config, Mask, dump_config, public
 from kenotron_dist import Mesh
 from kenotron_dist.statistics import checksum
-from kenotron_engine import ModelPlan
+from kenotron_engine import CPMode, ModelPlan
 from kenotron_models import TransformersSpec, virtual_shards
-from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.checkpoint_plan import CheckpointPlan
+from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.recomputed import recomputed
-from kenotron_train.data_plan import DataPlan, data_plan
+from kenotron_train.data_plan import DataPlan
+from kenotron_train.log_plan import LogPlan
+from kenotron_train.reproducible import conditions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(kenotron_engine.Training):
-    """Everything one step needs, the config that it is built of, and what is read by it."""
+    """Everything one step needs, and values of the config for what surrounds the steps."""
 
-    config: Config
+    cost: CostPlan
     data: DataPlan
+    checkpoints: CheckpointPlan
+    log: LogPlan
 
     @cached_property
     def base_checksum(self) -> str:
@@ -45,6 +51,77 @@ OwnModel = Callable[[Config, Mesh], list[tuple[str, nn.Module]]]
 with tokens (T,) and a ``kenotron_models.Context``, each other one with what the one before it
 returned; the last returns logits (T, V/t). Cut parameters say so
 (``kenotron_dist.placement.Placements``)."""
+
+
+def cost_plan(config: Config) -> CostPlan:
+    """Return what the memory and the transfers of a config's run follow from."""
+    parallelism, model, general = config.parallelism, config.model, config.general
+    rows = config.tokens.micro_batch_size
+    samples = rows if general.reproducible else 1  # of a micro-batch, each passed by itself
+    return CostPlan(
+        spec=config.decoder,
+        dtype=getattr(torch, model.dtype),
+        vocab_divisible_by=model.make_vocab_size_divisible_by,
+        parallelism=parallelism,
+        cp_mode=CPMode(*config.cp_way, parallelism.cp_layout, parallelism.cp_block),
+        optimizer=config.optimizer,
+        sequence=config.longest_sequence,
+        micro_batch_size=rows // samples,
+        microbatches=config.batches.most_microbatches * samples,
+        device=general.device,
+        bucket_mb=model.ddp_bucket_cap_mb,
+        adapter=config.adapter,
+        virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
+    )
+
+
+def data_plan(config: Config) -> DataPlan:
+    """Return what the samples of a config's run follow from."""
+    doremi, run = config.doremi, Path(config.checkpoints.checkpoints_path)
+    given = doremi.reference_losses_path if doremi is not None else None
+    return DataPlan(
+        stages=config.data_stages,
+        sequences=tuple(map(config.sequence_of, range(len(config.data_stages)))),
+        tokens=config.tokens,
+        batches=config.batches,
+        global_batch_size=config.global_batch_size,
+        tokenizer=config.tokenizer,
+        doremi=doremi,
+        losses=run / "reference_losses" if given is None else Path(given),
+        vocab_size=config.model.model_config.vocab_size,
+        separate_documents=config.decoder.separate_documents,
+        accepts_changed=config.checkpoints.accept_changed_data,
+    )
+
+
+def checkpoint_plan(config: Config, device: torch.device) -> CheckpointPlan:
+    """Return what first weights and checkpoints of a config's run on a device follow from."""
+    section, asked = config.checkpoints, config
+    if section.resume_checkpoint_path == section.checkpoints_path:  # no config said so
+        asked = replace(config, checkpoints=replace(section, resume_checkpoint_path=None))
+    return CheckpointPlan(
+        section=section,
+        upload=config.s3_upload,
+        model=config.model,
+        multipliers=config.multipliers,
+        conditions=conditions(config.general, config.parallelism, config.model, device),
+        yaml=dump_config(asked),
+    )
+
+
+def log_plan(config: Config) -> LogPlan:
+    """Return what the log of a config's run follows from."""
+    return LogPlan(
+        folder=Path(config.checkpoints.checkpoints_path),
+        general=config.general,
+        train_steps=config.tokens.train_steps,
+        logging=config.logging,
+        profiler=config.profiler,
+        layers=config.metrics_logging,
+        mask=Mask(config),
+        yaml=dump_config(config),
+        keys=public(asdict(config)),
+    )
 
 
 def plan_of(config: Config) -> ModelPlan:
@@ -103,4 +180,10 @@ def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None
         layers=None if own_model is None else own_model(config, mesh),
         bucket_mb=config.model.ddp_bucket_cap_mb,
     )
-    return Training(**vars(built), config=config, data=data_plan(config))
+    return Training(
+        **vars(built),
+        cost=cost_plan(config),
+        data=data_plan(config),
+        checkpoints=checkpoint_plan(config, mesh.device),
+        log=log_plan(config),
+    )

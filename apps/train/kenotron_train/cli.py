@@ -18,8 +18,8 @@ from kenotron_config import Config, Mask, config_reference, json_schema
 from kenotron_dist import Mesh, RankError, explained, resolve, visible_gpus
 from kenotron_dist.diagnosis import Diverged, PeerLost
 from kenotron_dist.launch import launcher
+from kenotron_train.assemble import cost_plan
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import check_machine, host_cautions, without_gpus
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.doremi.cli import doremi_main, doremi_parser

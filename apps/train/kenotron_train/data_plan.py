@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kenotron_config import BatchSizes, Config, DoReMiConfig, TokenizerConfig, TokensConfig
+from kenotron_config import BatchSizes, DoReMiConfig, TokenizerConfig, TokensConfig
 from kenotron_data.config import DatasetStageConfig
 
 
@@ -27,6 +27,8 @@ class DataPlan:
     vocab_size: int
     separate_documents: bool
     """True: the model keeps the documents of a sample apart."""
+    accepts_changed: bool
+    """True: a run that resumes may read other data than before."""
 
     def ids_of(self, stage: int) -> int:
         """Ids that the data of a stage may have: those of its token files, or the model's."""
@@ -36,21 +38,3 @@ class DataPlan:
     def stage_at(self, step: int) -> int:
         """Index of the stage that a step, counted from 1, reads."""
         return sum(stage.start_training_step <= step for stage in self.stages) - 1
-
-
-def data_plan(config: Config) -> DataPlan:
-    """Return what the samples of a config's run follow from."""
-    doremi, run = config.doremi, Path(config.checkpoints.checkpoints_path)
-    given = doremi.reference_losses_path if doremi is not None else None
-    return DataPlan(
-        stages=config.data_stages,
-        sequences=tuple(map(config.sequence_of, range(len(config.data_stages)))),
-        tokens=config.tokens,
-        batches=config.batches,
-        global_batch_size=config.global_batch_size,
-        tokenizer=config.tokenizer,
-        doremi=doremi,
-        losses=run / "reference_losses" if given is None else Path(given),
-        vocab_size=config.model.model_config.vocab_size,
-        separate_documents=config.decoder.separate_documents,
-    )

@@ -16,9 +16,8 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_engine import training_step
 from kenotron_optim import GradAccumulator
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import Training, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.data_plan import data_plan
 
 TENSORS = torch.Tensor, torch.nn.Parameter
 

@@ -16,9 +16,8 @@ from kenotron_dist import Mesh, spawn
 from kenotron_dist.placement import named_parameters
 from kenotron_engine import NO_TARGET, global_counts, training_step
 from kenotron_models import Context
-from kenotron_train.assemble import build_training
+from kenotron_train.assemble import build_training, data_plan
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.data_plan import data_plan
 
 PAIRS = [{"prompt": f"what is {i} ", "completion": f"it is {i * i % 17}"} for i in range(60)]
 CHATS = [

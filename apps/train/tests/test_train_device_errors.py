@@ -13,9 +13,8 @@ from torch import nn
 from kenotron_config import Config
 from kenotron_dist import Mesh, RankError, device
 from kenotron_train import LifeCycle, train
-from kenotron_train.assemble import decoder_layers
+from kenotron_train.assemble import cost_plan, decoder_layers
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import MachineMemory
 from kenotron_train.failures import device_errors
 from kenotron_train.failures.device_errors import (

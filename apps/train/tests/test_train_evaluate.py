@@ -233,7 +233,7 @@ def refused(mesh: Mesh, config: Config, words: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     training = build_training(config, mesh)
     with pytest.raises(ValueError, match=words):
-        Evaluations(training, Listener(), own_model=False)
+        Evaluations(training, Listener(), config.evaluation, own_model=False)
 
 
 class Listener:
@@ -311,7 +311,7 @@ def jobs(mesh: Mesh, config: Config, folder: Path) -> tuple[list[tuple[str, str]
     os.environ["PATH"] = ""
     listener = Listener()
     training = build_training(config, mesh)
-    evaluations = Evaluations(training, listener, own_model=False)
+    evaluations = Evaluations(training, listener, config.evaluation, own_model=False)
     for step in (2, 4, 5, 6):
         store = LocalStore(folder / f"run/{step}")
         saved = SaveReport(step=step, store=store, blocked=0.0, durable=0.0)
@@ -327,7 +327,7 @@ def jobs(mesh: Mesh, config: Config, folder: Path) -> tuple[list[tuple[str, str]
     (folder / "run/4" / MANIFEST).touch()
     os.utime(folder / "run/evaluations/2.json", (0, 0))  # that of step 4 came after the checkpoint
     for step in (4, 3):
-        resumed = Evaluations(training, listener, own_model=False, step=step)
+        resumed = Evaluations(training, listener, config.evaluation, own_model=False, step=step)
         arrived.append(resumed.after(5, True, None, lambda: None))
     return listener.said, arrived
 

@@ -17,8 +17,8 @@ from kenotron_models import AnyConfig, Build, Context, Family, LayerStack, build
 from kenotron_models.families import LlamaConfig
 from kenotron_pp import SCHEDULES, Times, one_f_one_b, simulate
 from kenotron_train import train
+from kenotron_train.assemble import cost_plan
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 
 EXAMPLES = runs.APP / "examples"

@@ -162,8 +162,7 @@ class InTheWay(LifeCycle):
 
     def pre_save_checkpoint(self, training, progress) -> None:
         if progress.step == self.step:
-            folder = Path(training.config.checkpoints.checkpoints_path)
-            (folder / str(self.step)).write_text("")
+            (training.log.folder / str(self.step)).write_text("")
 
 
 @pytest.mark.parametrize("engine", ["torch", "datastates"])

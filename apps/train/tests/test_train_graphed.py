@@ -63,8 +63,7 @@ class TapeGraph:
 
 
 def batches(training: Training, count: int, microbatches: int) -> list[Batch]:
-    config = training.config
-    rows, sequence = config.tokens.micro_batch_size, 32
+    rows, sequence = training.data.tokens.micro_batch_size, 32
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):

@@ -13,9 +13,9 @@ import torch
 from own_runs import configure
 
 from kenotron_config import Config
+from kenotron_train.assemble import cost_plan
 from kenotron_train.cli import main
 from kenotron_train.cost import machine
-from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import (
     MachineMemory,
     check_machine,

@@ -10,7 +10,7 @@ from own_runs import configure, documents, jsonl, run, trace
 
 from kenotron_convert.cli import main
 from kenotron_dist import Mesh, RankError
-from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.assemble import cost_plan
 from kenotron_train.cost.measured import MeasuredModel
 from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes

@@ -11,9 +11,9 @@ import runs
 from own_runs import LAYOUTS, configure, run
 
 from kenotron_dist import RankError
+from kenotron_train.assemble import data_plan
 from kenotron_train.data.own_data import OwnData, check_hook, own_data
 from kenotron_train.data.stage_dataset import open_corpus
-from kenotron_train.data_plan import data_plan
 
 SIZE = 200
 EXAMPLE = Path(__file__).parents[1] / "examples/custom_dataloader"

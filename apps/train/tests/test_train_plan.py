@@ -11,7 +11,7 @@ from kenotron_config import load_config
 from kenotron_models.hf import config_to_hf
 from kenotron_pp import SCHEDULES, Times, schedule_named, simulate
 from kenotron_train import cli
-from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.assemble import cost_plan
 from kenotron_train.cost.measured import MeasuredModel
 from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes

@@ -10,7 +10,7 @@ from own_runs import PRELOAD
 from peak_cases import CASES, config_of
 
 from kenotron_dist import Mesh, spawn
-from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.assemble import cost_plan
 from kenotron_train.cost.measured import MeasuredModel
 from kenotron_train.cost.memory import instants
 from kenotron_train.cost.recomputed import recomputed

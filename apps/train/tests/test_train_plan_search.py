@@ -12,7 +12,7 @@ from peak_cases import config_of
 from kenotron_config import load_config
 from kenotron_models import kept_bytes
 from kenotron_train import cli
-from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.assemble import cost_plan
 from kenotron_train.cost.measured import MeasuredModel
 from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.plan.knobs import KEYS

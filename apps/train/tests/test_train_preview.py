@@ -7,8 +7,8 @@ import sys
 import runs
 
 from kenotron_config import unavailable
+from kenotron_train.assemble import cost_plan
 from kenotron_train.config_file import load_config
-from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.preview import preview
 

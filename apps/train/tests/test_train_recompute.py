@@ -8,7 +8,7 @@ import pytest
 from own_runs import configure, documents, jsonl, run
 
 from kenotron_config import ConfigError
-from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.assemble import cost_plan
 from kenotron_train.cost.measured import MeasuredModel
 from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes

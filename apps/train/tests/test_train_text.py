@@ -15,11 +15,10 @@ from kenotron_ckpt import read_manifest
 from kenotron_config import ignored_keys
 from kenotron_data import Corpus, TokenFolder, open_tokenizer
 from kenotron_dist import RankError, spawn
-from kenotron_train.assemble import build_training
+from kenotron_train.assemble import build_training, data_plan
 from kenotron_train.data.data_settings import tokenizer_state
 from kenotron_train.data.stage_dataset import open_corpus, prepare
 from kenotron_train.data.vocabulary import check_vocabulary, text_tokenizer
-from kenotron_train.data_plan import data_plan
 from kenotron_train.run.resume import resume
 
 NAME = "tokenizer.tokenizer_name_or_path"

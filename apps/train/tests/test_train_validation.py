@@ -14,9 +14,8 @@ from torch.nn.functional import cross_entropy
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import Validation, perplexity
 from kenotron_models import Context
-from kenotron_train.assemble import build_training
+from kenotron_train.assemble import build_training, data_plan
 from kenotron_train.data.stage_dataset import open_corpus
-from kenotron_train.data_plan import data_plan
 from kenotron_train.evaluate.validation import validate
 
 VALIDATING = {"tokens.limit_val_batches": 3, "tokens.val_check_interval": 2}

@@ -7,9 +7,19 @@ import torch
 from ckpt_cases import small
 
 import kenotron_ckpt.saving
-from kenotron_ckpt import Saver, latest_step, load, prune, read_manifest, resolve_step, save
+from kenotron_ckpt import (
+    Saver,
+    latest_step,
+    load,
+    prune,
+    read_manifest,
+    remove_steps,
+    resolve_step,
+    save,
+)
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.collective_errors import on_all, on_first
+from kenotron_ckpt.protocol import SaveMoment, listen
 from kenotron_ckpt.reader import plan_reads
 from kenotron_dist import Mesh, spawn
 from kenotron_dist.placement import Shard, TensorLayout
@@ -272,3 +282,18 @@ def test_old_checkpoints_are_removed_but_not_what_others_put_there(tmp_path):
     assert prune(tmp_path, keep=9) == []
     with pytest.raises(ValueError, match="keep = 0 would leave no checkpoint; it is at least 1"):
         prune(tmp_path, keep=0)
+
+
+def test_all_checkpoints_are_removed_manifests_first_and_so_is_half_a_save(tmp_path):
+    mesh, seen = Mesh.connect(), []
+    for step in (1, 2):
+        save_small(mesh, tmp_path, step)
+    (tmp_path / "1" / "manifest.json").unlink()
+    (tmp_path / "2" / "notes.txt").write_text("mine")
+    left = {path.name for path in (tmp_path / "2").iterdir()}
+    stop = listen(lambda moment: seen.append((moment, {p.name for p in tmp_path.rglob("2/*")})))
+    remove_steps(tmp_path)
+    stop()
+    unmade = next(there for moment, there in seen if moment == SaveMoment.UNMADE)
+    assert unmade == left - {"manifest.json"} | {"manifest.json.old.tmp"}
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["2", "latest.txt", "notes.txt"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_dist.diagnosis import check_replicas
-from kenotron_dist.diagnosis.replica_check import checksum
+from kenotron_dist.diagnosis.replica_check import bit_sums
 from kenotron_dist.placement import Shard, Tie, named_parameters, parameter_layouts
 
 
@@ -72,9 +72,9 @@ def test_a_tie_that_has_come_apart_is_named() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_a_checksum_sees_one_bit_and_one_exchange(dtype: torch.dtype) -> None:
     x = torch.arange(1, 8).to(dtype)
-    assert torch.equal(checksum(x), checksum(x.clone()))
+    assert torch.equal(bit_sums(x), bit_sums(x.clone()))
     y, z = x.clone(), x.clone()
     y[3] += 1
     z[[2, 3]] = x[[3, 2]]
-    assert not torch.equal(checksum(x), checksum(y))
-    assert not torch.equal(checksum(x), checksum(z))
+    assert not torch.equal(bit_sums(x), bit_sums(y))
+    assert not torch.equal(bit_sums(x), bit_sums(z))

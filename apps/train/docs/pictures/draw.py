@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kenotron_dist import MeshConfig, coords_of
 from kenotron_pp import SCHEDULES, Times, draw_svg, simulate
+from kenotron_train.assemble import cost_plan
 from kenotron_train.config_file import load_config
-from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 
 BLUE, GREEN, ORANGE, PURPLE, GREY, PALE = (

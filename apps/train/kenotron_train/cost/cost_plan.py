@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from kenotron_config import Config, Device, ParallelismConfig
+from kenotron_config import Device, ParallelismConfig
 from kenotron_dist import MeshConfig
 from kenotron_engine import CPMode
 from kenotron_models import (
@@ -68,28 +68,6 @@ class CostPlan:
         if self.device == "cpu":
             return False
         return torch.accelerator.is_available() or self.dtype != torch.float32
-
-
-def cost_plan(config: Config) -> CostPlan:
-    """Return what the memory and the transfers of a config's run follow from."""
-    parallelism, model, general = config.parallelism, config.model, config.general
-    rows = config.tokens.micro_batch_size
-    samples = rows if general.reproducible else 1  # of a micro-batch, each passed by itself
-    return CostPlan(
-        spec=config.decoder,
-        dtype=getattr(torch, model.dtype),
-        vocab_divisible_by=model.make_vocab_size_divisible_by,
-        parallelism=parallelism,
-        cp_mode=CPMode(*config.cp_way, parallelism.cp_layout, parallelism.cp_block),
-        optimizer=config.optimizer,
-        sequence=config.longest_sequence,
-        micro_batch_size=rows // samples,
-        microbatches=config.batches.most_microbatches * samples,
-        device=general.device,
-        bucket_mb=model.ddp_bucket_cap_mb,
-        adapter=config.adapter,
-        virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
-    )
 
 
 def measured_blocks(spec: DecoderSpec) -> tuple[BlockSpec | TransformersBlock, ...]:

@@ -60,9 +60,8 @@ class StageLoader:
             corpus = open_corpus(data, number, self._hook)
         found = fingerprint_of(corpus, mesh)
         if found is not None:
-            accepted = training.config.checkpoints.accept_changed_data
             key, known = f"data_stages.{number} ({stage.name})", progress.data.get(number)
-            warning = check_data(key, known, found, accepted=accepted)
+            warning = check_data(key, known, found, accepted=data.accepts_changed)
             self._report.say(warning, "warning")
         cursor = progress.cursor if progress.cursor.stage == number else Cursor(stage=number)
         if not progress.epoch_known and has_index(corpus.training):

@@ -19,6 +19,7 @@ from kenotron_train.doremi.reference_pass import write_reference_losses
 from kenotron_train.log.printing import fail, say
 from kenotron_train.run.domain_weights import read_average
 from kenotron_train.run.start_ranks import start_ranks
+from kenotron_train.run.upload import upload_url
 
 EXAMPLE = Path(__file__).with_name("doremi.yaml")
 """The config of the walk through all commands: four domains of the embedded corpus."""
@@ -36,19 +37,17 @@ class _Walk:
 
     file: str
     overrides: tuple[str, ...]
-    config: Config
-
-    @property
-    def folder(self) -> Path:
-        """`checkpoints_path` of the config, below which each run has its own."""
-        return Path(self.config.checkpoints.checkpoints_path)
+    folder: Path
+    """`checkpoints_path` of the config, below which each run has its own."""
+    given: str | None
+    """The reference's checkpoint that the config names; None: the run of `doremi reference`."""
+    upload: str | None
+    """The store of the config, in which each run has its own place."""
 
     @property
     def reference(self) -> str:
-        """The checkpoint that the config names, or the run of `doremi reference`."""
-        assert self.config.doremi is not None
-        given = self.config.doremi.ref_model_resume_checkpoint_path
-        return str(self.folder / "reference") if given is None else given
+        """The reference's checkpoint."""
+        return str(self.folder / "reference") if self.given is None else self.given
 
     def changes(self, command: str) -> list[str]:
         """List what differs from the config in the run of a command."""
@@ -56,9 +55,8 @@ class _Walk:
         found = [f"checkpoints.checkpoints_path={json.dumps(str(self.folder / run))}"]
         named = json.dumps(self.reference) if run == "proxy" else "null"
         found.append(f"doremi.ref_model_resume_checkpoint_path={named}")
-        if (section := self.config.s3_upload) and section.upload_s3_path:  # a place for each run
-            url = f"{section.upload_s3_path.rstrip('/')}/{run}"
-            found.append(f"s3_upload.upload_s3_path={json.dumps(url)}")
+        if self.upload is not None:
+            found.append(f"s3_upload.upload_s3_path={json.dumps(f'{self.upload}/{run}')}")
         if command == "final":
             _, average = read_average(self.folder / "proxy")
             found.append(f"doremi.domain_weights={json.dumps(list(average.values()))}")
@@ -79,9 +77,15 @@ def doremi_main(argv: Sequence[str], train: Train) -> int:
     def work() -> int:
         config = load_config(file, overrides)
         known.append(config)
-        if config.doremi is None:
+        if (doremi := config.doremi) is None:
             raise ValueError(f"{file}: doremi: is missing; add it with domain_names")
-        walk = _Walk(file, overrides, config)
+        walk = _Walk(
+            file,
+            overrides,
+            folder=Path(config.checkpoints.checkpoints_path),
+            given=doremi.ref_model_resume_checkpoint_path,
+            upload=upload_url(config.s3_upload),
+        )
         if given.command != "all":
             return _do(walk, given.command, train, leaves=True)
         if launcher() != "none":
@@ -100,9 +104,7 @@ def doremi_main(argv: Sequence[str], train: Train) -> int:
 
 def _all(walk: _Walk, train: Train) -> int:
     """All commands, up to the first that does not end well; those that are done do nothing."""
-    assert walk.config.doremi is not None
-    given = walk.config.doremi.ref_model_resume_checkpoint_path is not None
-    for command in COMMANDS[1 if given else 0 :]:
+    for command in COMMANDS[0 if walk.given is None else 1 :]:
         say(f"doremi {command}")
         if status := _do(walk, command, train, leaves=command == COMMANDS[-1]):
             return status

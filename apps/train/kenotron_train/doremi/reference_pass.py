@@ -13,7 +13,7 @@ from kenotron_data import Cursor, LossWriter, StoredLosses, has_index
 from kenotron_dist import Mesh, all_gather
 from kenotron_engine import batch_losses
 from kenotron_optim import OptimizerConfig
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import Training, build_training, data_plan
 from kenotron_train.data.changed_data import fingerprint_of
 from kenotron_train.data.reference_losses import (
     KEY,
@@ -24,7 +24,6 @@ from kenotron_train.data.reference_losses import (
 )
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
 from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.data_plan import data_plan
 from kenotron_train.log.printing import say
 from kenotron_train.run.resume import load_run
 

@@ -19,11 +19,12 @@ from kenotron_data import tokenizer_libraries
 from kenotron_dist import Mesh, MeshConfig, explained, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, model_as_trained
 from kenotron_models import model_from_json
+from kenotron_train.assemble import data_plan
 from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config, parse_config
 from kenotron_train.counts import count
 from kenotron_train.data.stage_dataset import open_corpus
-from kenotron_train.data_plan import DataPlan, data_plan
+from kenotron_train.data_plan import DataPlan
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
 from kenotron_train.evaluate.validation import validate_model

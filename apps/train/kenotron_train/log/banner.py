@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kenotron_ckpt import DataStatesConfig
-from kenotron_config import Device, GeneralConfig, cautions, ignored_keys
+from kenotron_config import Device, GeneralConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import Mesh, gpu_problem, visible_gpus
 from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
@@ -16,7 +16,7 @@ from kenotron_train.assemble import Training
 from kenotron_train.log.numbers import short
 from kenotron_train.log.report import Report
 from kenotron_train.log.run_name import run_name
-from kenotron_train.reproducible import conditions, described
+from kenotron_train.reproducible import described
 
 
 def _learning(training: Training) -> list[ParameterGroup]:
@@ -30,37 +30,47 @@ def _learning(training: Training) -> list[ParameterGroup]:
     ]
 
 
-def introduce(training: Training, report: Report, remark: str) -> None:
-    """Report what is about to be trained; ``remark`` is about the checkpoint that is resumed."""
-    config, mesh = training.config, training.mesh
+def introduce(
+    training: Training, report: Report, remark: str, cautions: Sequence[str], ignored: Sequence[str]
+) -> None:
+    """Report what is about to be trained.
+
+    Args:
+        training: the run.
+        report: takes the lines.
+        remark: of the checkpoint that is resumed.
+        cautions: likely mistakes in the config.
+        ignored: keys without effect.
+    """
+    mesh, data, saved = training.mesh, training.data, training.checkpoints
+    general, section = training.log.general, saved.section
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     ep = f" | ep {mesh.config.ep}" if mesh.config.ep > 1 else ""
-    names = f"Project {config.general.project} | run {run_name(config.general.run)}"
+    names = f"Project {general.project} | run {run_name(general.run)}"
     report.say(f"{names} | {sizes}{ep} | device {mesh.device}")
     if mesh.device.type == "cpu":
-        report.say(*_why_cpu(mesh, config.general.device))
+        report.say(*_why_cpu(mesh, general.device))
     if COLLECTIVES in debugging() and mesh.world.size > 1:
         report.say("KENOTRON_DEBUG: calls of all ranks are compared before they start", "warning")
-    count = parameter_count(config.decoder)
-    samples = config.batches.full(0)
+    count = parameter_count(training.plan.spec)
+    samples = data.batches.full(0)
     report.say(
         f"Parameters: {count:,} ({short(count)}) | global batch: {samples} samples, "
-        f"{short(samples * config.sequence_of(0))} tokens | steps: {config.tokens.train_steps}"
-    )
-    stages = config.data_stages
-    report.say(
-        f"[Training Plan] There are {len(stages)} training stages\n"
-        + "\n".join(map(_stage, stages))
+        f"{short(samples * data.sequences[0])} tokens | steps: {data.tokens.train_steps}"
     )
     report.say(
-        f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of "
-        f"{'parameters' if config.adapter is None else 'adapters (the base is frozen)'}:\n"
+        f"[Training Plan] There are {len(data.stages)} training stages\n"
+        + "\n".join(map(_stage, data.stages))
+    )
+    report.say(
+        f"Optimizer: {training.optim.optimizer_factory.name}, groups of "
+        f"{'parameters' if training.plan.adapter is None else 'adapters (the base is frozen)'}:\n"
         + describe_groups(_learning(training), training.model.layouts)
     )
-    if config.parallelism.dp > 1:
+    if mesh.sizes["dp"] > 1:
         buckets = len(training.grads.buckets)
         report.say(f"Gradients are summed over dp in {buckets} bucket{'s' * (buckets != 1)}")
-    if found := conditions(config.general, config.parallelism, config.model, mesh.device):
+    if found := saved.conditions:
         report.say(
             "Reproducible: each sample is computed alone, and gradients are added in one tree over "
             f"the global batch; {described(found)}"
@@ -71,15 +81,15 @@ def introduce(training: Training, report: Report, remark: str) -> None:
                 "compared yet: see `verify`, which compares yours to the bit",
                 "warning",
             )
-    if config.checkpoints.checkpointing_engine == "datastates":
-        own = config.checkpoints.datastates or DataStatesConfig()
+    if section.checkpointing_engine == "datastates":
+        own = section.datastates or DataStatesConfig()
         report.say(
             f"Checkpoints: written while training continues, {own.parser_threads} files of a rank "
             f"at a time, from at most {own.host_cache_size:g} GB of its host memory"
         )
-    for line in [*cautions(config), *_of_gpus(config.general, config.checkpoints.datastates, mesh)]:
+    for line in [*cautions, *_of_gpus(general, section.datastates, mesh)]:
         report.say(line, "warning")
-    for line in ignored_keys(config):
+    for line in ignored:
         report.say(f"Ignored: {line}", "warning")
     if remark:
         loses = any(words in remark for words in ("passed over ", ": samples may come twice"))

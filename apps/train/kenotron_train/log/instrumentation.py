@@ -53,21 +53,20 @@ class Watching:
         mesh = training.mesh
         # nccl's waits are the device's: this process continues.
         self._watch = Stopwatch(lambda: mesh.pulse.waited if mesh.backend == "gloo" else None)
-        config, communication = training.config, training.config.logging.communication
+        plan = training.log
         self._row, self.rank_times = microseconds(StepTimes(0.0)), RankTimes(mesh)
-        self._every = config.logging.iteration_step_info_interval
-        self._recorder = record(mesh) if communication and mesh.rank == 0 else None
+        self._every = plan.logging.iteration_step_info_interval
+        self._recorder = record(mesh) if plan.logging.communication and mesh.rank == 0 else None
         self._sent: dict[str, int] | None = None
         self._steps: deque[StepFigures] = deque(maxlen=HISTORY)
         """For the table of speeds, where one is asked for."""
         self._count = 0
         self._layers: LayerMetrics | None = None
         self._benchmark = is_benchmark(training.mesh)
-        self._table = config.general.benchmark_csv_path
+        self._table = plan.general.benchmark_csv_path
         self._has_table = self._benchmark or self._table is not None
-        run = config.checkpoints.checkpoints_path
-        self._profile = Profile(config.profiler, run, mesh, first_step, report.say)
-        self._section = config.metrics_logging
+        self._profile = Profile(plan.profiler, plan.folder, mesh, first_step, report.say)
+        self._section = plan.layers
         if self._section and self._section.log_level and training.plan.compile:
             report.say(
                 "metrics_logging: with model.compile there are no statistics of activations, only "

@@ -17,12 +17,12 @@ HISTORY = 100_000
 """Allocations that a memory snapshot remembers."""
 
 
-def trace_folder(section: ProfilerConfig | None, run: str) -> Path | None:
+def trace_folder(section: ProfilerConfig | None, run: Path) -> Path | None:
     """Return the folder of traces; None without the section."""
     if section is None:
         return None
     named = section.profiler_export_path
-    return Path(named) if named else Path(run) / "profiler"
+    return Path(named) if named else run / "profiler"
 
 
 class Profile:
@@ -37,7 +37,7 @@ class Profile:
     def __init__(
         self,
         section: ProfilerConfig | None,
-        run: str,
+        run: Path,
         mesh: Mesh,
         first_step: int,
         say: Callable[[str, str], None],

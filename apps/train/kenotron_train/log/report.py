@@ -14,13 +14,13 @@ from kenotron_train.assemble import Training
 from kenotron_train.log.domain_figures import domain_lines
 from kenotron_train.log.figures import Meter, StepFigures
 from kenotron_train.log.line_writer import LineWriter
-from kenotron_train.log.log_plan import LogPlan, log_plan
 from kenotron_train.log.metrics_file import MetricsFile
 from kenotron_train.log.numbers import short
 from kenotron_train.log.printing import StandardOutput, on_screen
 from kenotron_train.log.progress_bar import ProgressBar
 from kenotron_train.log.step_row import StepRows
 from kenotron_train.log.trackers import Trackers
+from kenotron_train.log_plan import LogPlan
 
 LOG = "log.txt"
 """In ``checkpoints_path``: every line of a run and of those that went on from it."""
@@ -192,7 +192,7 @@ def open_report(training: Training) -> Report:
     """Return the output of a training's run, to be entered."""
     mesh = training.mesh
     meter = Meter(training.plan, training.data, mesh.world.size, mesh.device)
-    return Report(log_plan(training.config), meter, mesh)
+    return Report(training.log, meter, mesh)
 
 
 def _outcome(figures: StepFigures) -> str:

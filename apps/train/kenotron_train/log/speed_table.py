@@ -62,7 +62,7 @@ def table_row(training: Training, meter: Meter, steps: list[StepFigures]) -> dic
     The same on every rank but for memory. Collective over the mesh. ``meter`` works out speeds;
     ``steps`` are those of one stage at least; raises ValueError when there is none.
     """
-    config, mesh, tokens = training.config, training.mesh, training.data.tokens
+    parallelism, mesh, tokens = training.cost.parallelism, training.mesh, training.data.tokens
     if not steps:
         raise ValueError("no step was made: there is no speed to write down")
     usual = steps[1:] or steps
@@ -75,7 +75,7 @@ def table_row(training: Training, meter: Meter, steps: list[StepFigures]) -> dic
     local = sum(p.numel() for p in named_parameters(training.model.stack).values())
     return {
         "job_id": job_id(),
-        "name": run_name(config.general.run),
+        "name": run_name(training.log.general.run),
         "nodes": hosts,
         "seq_len": meter.sequence(step.step),
         "gbs": step.samples,
@@ -88,12 +88,12 @@ def table_row(training: Training, meter: Meter, steps: list[StepFigures]) -> dic
         "Local Params": short(local),
         "mbs": tokens.micro_batch_size,
         "batch_accum": tokens.batch_accumulation_per_replica,
-        "dtype": config.model.dtype,
+        "dtype": str(training.plan.dtype).removeprefix("torch."),
         "zero_stage": training.optim.zero_stage,
-        "ddp_bucket_cap_mb": config.model.ddp_bucket_cap_mb,
+        "ddp_bucket_cap_mb": training.cost.bucket_mb,
         "accumulate_grad_in_fp32": training.optim.accumulate_grad_in_fp32,
-        "tp_async_comm": config.parallelism.tp_linear_async_communication,
-        **{key: getattr(config.parallelism, key) for key in LAYOUT},
+        "tp_async_comm": parallelism.tp_linear_async_communication,
+        **{key: getattr(parallelism, key) for key in LAYOUT},
         **_sizes(training.plan.spec),
     }
 

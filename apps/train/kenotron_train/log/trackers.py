@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kenotron_config import public
-from kenotron_train.log.log_plan import LogPlan
 from kenotron_train.log.run_name import run_name
+from kenotron_train.log_plan import LogPlan
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 WANDB_VARIABLES = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY")
@@ -98,8 +98,8 @@ class Wandb:
         self._file = plan.folder / "wandb_run.json"
         earlier = _earlier(self._file) if first_step > 1 else {}
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or public(plan.project),
-            name=os.environ.get("WANDB_NAME") or run_name(public(plan.run)),
+            project=os.environ.get("WANDB_PROJECT") or public(plan.general.project),
+            name=os.environ.get("WANDB_NAME") or run_name(public(plan.general.run)),
             config={"nanotron_config": plan.keys},
             dir=str(plan.folder),
             id=earlier.get("id"),

@@ -13,7 +13,8 @@ from typing import Literal
 from kenotron_config import Config
 from kenotron_models import Recompute, expert_count
 from kenotron_models.families import TransformersConfig
-from kenotron_train.cost.cost_plan import CostPlan, cost_plan
+from kenotron_train.assemble import cost_plan
+from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.plan.knobs import Knobs, knobs_of, with_knobs
 
 Engine = Literal["1f1b", "interleaved", "zb-h1", "zb-v", "afab"]

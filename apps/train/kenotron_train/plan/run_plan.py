@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from kenotron_config import Config
 from kenotron_models import TransformersSpec
-from kenotron_train.cost.cost_plan import check_measured, cost_plan
+from kenotron_train.assemble import cost_plan
+from kenotron_train.cost.cost_plan import check_measured
 from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.plan.knobs import check_search
 from kenotron_train.plan.layouts import (

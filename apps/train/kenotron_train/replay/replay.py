@@ -13,11 +13,10 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_engine import gradient, training_step
 from kenotron_optim import NonFinite, find_nonfinite
-from kenotron_train.assemble import OwnModel, Training, build_training
+from kenotron_train.assemble import OwnModel, Training, build_training, data_plan
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_loader import StageLoader
 from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.data_plan import data_plan
 from kenotron_train.failures.nonfinite_record import TakenBatch
 from kenotron_train.failures.records import FOLDER, read_record
 from kenotron_train.log.report import Report, open_report
@@ -80,7 +79,7 @@ def replay(
         for line in _lines(found, run, how):
             report.say(line)
     if mesh.rank == 0:
-        path = Path(training.config.checkpoints.checkpoints_path) / f"step-{name}.json"
+        path = training.log.folder / f"step-{name}.json"
         path.write_text(json.dumps(found, indent=1) + "\n")
     return found
 

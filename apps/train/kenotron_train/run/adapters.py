@@ -63,7 +63,7 @@ def begin_adapters(training: Training) -> str:
     Collective over the mesh. Raises ValueError for a folder of other adapters than those of
     ``model.adapter``; OSError.
     """
-    section, plan = training.config.model.adapter, training.plan
+    section, plan = training.checkpoints.model.adapter, training.plan
     if section is None or plan.adapter is None:
         return ""
     if section.path is None:
@@ -111,7 +111,7 @@ def adapter_state(model: ModelConfig) -> dict[str, Any]:
 
 def saved_adapter(training: Training) -> dict[str, Any]:
     """Return ``adapter_state`` and the checksum of the base. Collective over the mesh."""
-    state = adapter_state(training.config.model)
+    state = adapter_state(training.checkpoints.model)
     if state:
         state[ADAPTER][CHECKSUM] = training.base_checksum
     return state
@@ -130,12 +130,12 @@ def check_base(saved: Any, training: Training, folder: Store) -> None:
     Raises:
         ValueError: naming both bases.
     """
-    if training.config.model.adapter is None or CHECKSUM not in saved[ADAPTER]:
+    if training.checkpoints.model.adapter is None or CHECKSUM not in saved[ADAPTER]:
         return  # written by an older version
     before, now = str(saved[ADAPTER][CHECKSUM]), training.base_checksum
     if before == now or before.partition(":")[0] != now.partition(":")[0]:
         return
-    at = adapter_state(training.config.model)[ADAPTER]["base"]
+    at = adapter_state(training.checkpoints.model)[ADAPTER]["base"]
     was, here = (
         f"those of {place}" if place else "drawn by general.seed and model.init_method"
         for place in (saved[ADAPTER].get("base"), at)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt import MANIFEST, SaveReport
-from kenotron_config import EvaluateConfig, EvaluationJobConfig, Mask
+from kenotron_config import EvaluateConfig, EvaluationJobConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_engine import Validation
 from kenotron_train.assemble import Training
@@ -34,50 +34,58 @@ class Evaluations:
     step that was evaluated. A run that resumes takes what came since its checkpoint.
 
     Args:
-        training: the model, and the config of the run.
+        training: the run.
         report: hears of results and failures.
+        section: of the config; None: there are none.
         own_model: whether the layers are the program's own, which a job cannot build.
         step: the step after which the run resumes.
+        optional: whether tasks that cannot be evaluated are reported and left out.
 
-    Collective over the mesh. Raises ValueError for tasks of ``evaluate`` that cannot be evaluated;
-    those of ``lighteval`` are reported and left out.
+    Collective over the mesh. Raises ValueError for tasks that cannot be evaluated.
     """
 
-    def __init__(self, training: Training, report: Report, own_model: bool, step: int = 0) -> None:
-        self._training, self._report = training, report
-        config = training.config
-        self._section = config.evaluation
-        self._folder = Path(config.checkpoints.checkpoints_path) / FOLDER
+    def __init__(
+        self,
+        training: Training,
+        report: Report,
+        section: EvaluateConfig | None,
+        *,
+        own_model: bool,
+        step: int = 0,
+        optional: bool = False,
+    ) -> None:
+        self._training, self._report, self._section = training, report, section
+        self._folder = training.log.folder / FOLDER
         self._evaluator: Evaluator | None = None
         self._job: EvaluationJob | None = None
         self._seen: dict[str, int] = {}
         self._next_look = 0.0
         try:
-            self._start(self._section, own_model, step)
+            self._start(section, own_model, step)
         except ValueError as error:
-            if config.evaluate is not None:
+            if not optional:
                 raise
-            self._section = None  # of lighteval, which no training depends on
+            self._section = None
             report.say(f"nothing is evaluated during the training: {error}", "warning")
 
     def _start(self, section: EvaluateConfig | None, own_model: bool, step: int) -> None:
-        config = self._training.config
         if section is None:
             return
-        tokenizer = config.tokenizer.tokenizer_name_or_path, config.tokenizer.tokenizer_revision
+        training, data, plan = self._training, self._training.data, self._training.log
+        tokenizer = data.tokenizer.tokenizer_name_or_path, data.tokenizer.tokenizer_revision
         if section.ranks == "job":
             self._job = EvaluationJob(
                 asked=section.job or EvaluationJobConfig(),
-                trained=config.parallelism,
-                project=config.general.project,
-                run=config.checkpoints.checkpoints_path,
-                mask=Mask(config),
+                trained=training.cost.parallelism,
+                project=plan.general.project,
+                run=training.checkpoints.section.checkpoints_path,
+                mask=plan.mask,
             )
-            _check_job(self._job, config.data_stages if section.perplexity else (), own_model)
+            _check_job(self._job, data.stages if section.perplexity else (), own_model)
             self._seen = self._seen_before(step)
         else:
-            length = config.tokens.sequence_length
-            self._evaluator = Evaluator(self._training, section, tokenizer, length)
+            length = data.tokens.sequence_length
+            self._evaluator = Evaluator(training, section, tokenizer, length)
             for note in self._evaluator.notes:
                 self._report.say(note, "warning")
 

@@ -76,7 +76,7 @@ def load_base(training: Training) -> str:
     key or the tensors: there is no model, it is damaged, or of other sizes or constants than
     ``model.model_config``; OSError.
     """
-    method, mesh = training.config.model.init_method, training.mesh
+    method, mesh = training.checkpoints.model.init_method, training.mesh
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
     path, spec, wanted = Path(method.path), training.plan.spec, training.first_records()

@@ -119,7 +119,7 @@ def _train(session: Session, results: deque[StepResult]) -> tuple[str, Progress]
     """Make the steps of a session, until all is written; why it stopped, and how far the run is."""
     training, progress = session.training, session.progress
     session.life.pre_training(training, progress)
-    if training.config.checkpoints.save_initial_state and progress.step == 0:
+    if training.checkpoints.section.save_initial_state and progress.step == 0:
         _save(session, progress)
     stopped, progress = _steps(session, progress, results)
     session.feed.close()
@@ -134,7 +134,7 @@ def _finish(run: Session, stopped: str, progress: Progress) -> None:
     run.watching.finish()
     run.saver.finish()
     _say_saved(run)
-    section, step = run.training.config.s3_upload, progress.step
+    section, step = run.training.checkpoints.upload, progress.step
     if step in run.failed:
         raise SaveFailed(f"the run is over, but without its last checkpoint: {run.failed[step]}")
     if stopped:
@@ -150,7 +150,7 @@ def _finish(run: Session, stopped: str, progress: Progress) -> None:
 def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tuple[str, Progress]:
     """Make all steps that are left; why the run is stopped before the last, and how far it is."""
     training, report, stopper, watching = run.training, run.report, run.stopper, run.watching
-    checkpoints, last = training.config.checkpoints, training.data.tokens.train_steps
+    checkpoints, last = training.checkpoints.section, training.data.tokens.train_steps
     while progress.step < last and not (stopper.reason or watching.is_over):
         stage = run.feed.stage(progress)
         progress = progress.with_data(stage.number, stage.fingerprint)
@@ -206,16 +206,15 @@ def _step(run: Session, taken: TakenBatch, look: Look) -> StepResult:
     """One step, between the checks that the config asks for."""
     training, batch, progress = run.training, taken.batch, taken.progress
     step = progress.step + 1
-    checked = not training.config.general.ignore_sanity_checks
     by_plan = isinstance(training.plan.spec, TransformersSpec) and step <= FIRST_STEPS
-    if checked:
+    if run.checked:
         check_batch(training, batch, step)
     with recorded(training, taken):
         result = training_step(
             training, batch, step, partial(_before_update, run), progress.schedule_start, look,
             progress.state, taken.stage.objective(progress),
         )  # fmt: skip
-    if (checked or by_plan) and not goes_back(training, result):
+    if (run.checked or by_plan) and not goes_back(training, result):
         check_state(training, result, step)
     return result
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
-from kenotron_ckpt import HostCopies, Saver, on_each, on_first
+from kenotron_ckpt import HostCopies, Saver, on_each, on_first, remove_steps
 from kenotron_train.assemble import Training
 from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
@@ -37,7 +36,7 @@ class MemoryCopies:
 
         Collective over the mesh. Raises ValueError, on all ranks.
         """
-        section = training.config.checkpoints
+        section = training.checkpoints.section
         self._training, self._report = training, report
         self._every = section.memory_every or 0
         self._hosts: HostCopies | None = None
@@ -81,7 +80,7 @@ class MemoryCopies:
             self._hosts.remove_steps()
         if (saver := self._saver) is not None:
             saver.finish()
-            on_first(saver.mesh, lambda: _remove_steps(saver.folder))
+            on_first(saver.mesh, lambda: remove_steps(saver.store))
 
     def remove(self) -> None:
         """Remove the copies: the run's folder has all. Collective over the mesh."""
@@ -99,12 +98,6 @@ class MemoryCopies:
             self._saver.__exit__(kind, *error)
 
 
-def _remove_steps(folder: Path) -> None:
-    for each in folder.iterdir():
-        if each.is_dir():
-            shutil.rmtree(each, ignore_errors=True)
-
-
 def _check_room(memory: MemoryFolder, training: Training) -> None:
     mesh, hosts = training.mesh, memory.hosts
     parts = on_each(mesh, lambda: bytes_of(training))
@@ -117,7 +110,7 @@ def _check_room(memory: MemoryFolder, training: Training) -> None:
         room = shutil.disk_usage(folder).free + held
         if room < needed:
             raise ValueError(
-                f"checkpoints.memory_every: {training.config.checkpoints.memory_every} was given; "
+                f"checkpoints.memory_every: {training.checkpoints.section.memory_every} was given; "
                 f"{AT_A_TIME} copies of this run are {needed / 1e9:.3g} GB, and {folder.parent} "
                 f"has room for {room / 1e9:.3g} GB: enlarge it, name another folder in "
                 "checkpoints.memory_path, or set memory_every: null"

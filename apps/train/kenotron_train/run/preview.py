@@ -13,7 +13,8 @@ from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetData
 from kenotron_engine import way_of
 from kenotron_models import TransformersSpec, describe, parameter_count
 from kenotron_optim import parameter_groups
-from kenotron_train.cost.cost_plan import CostPlan, cost_plan
+from kenotron_train.assemble import cost_plan
+from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.machine import (
     beyond_any_machine,
     machine_cautions,

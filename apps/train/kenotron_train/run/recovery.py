@@ -32,7 +32,7 @@ def recorded(training: Training, taken: TakenBatch) -> Iterator[None]:
 
 def record(training: Training, taken: TakenBatch, found: NonFinite) -> str:
     """Write down the batch of a step that is not finite; a sentence about it. Collective."""
-    cause, run = taken.blame(training, found), Path(training.config.checkpoints.checkpoints_path)
+    cause, run = taken.blame(training, found), training.log.folder
     path, trouble = on_first(training.mesh, lambda: _written(run, cause))
     if trouble:
         return f"first module: {cause.module}; no record could be written: {trouble}"
@@ -86,10 +86,8 @@ def _load_before(
 
     Those of the run's folder come first, then those of the store that it uploads to.
     """
-    given, url = (
-        training.config.checkpoints.resume_checkpoint_path,
-        upload_url(training.config.s3_upload),
-    )
+    saved = training.checkpoints
+    given, url = saved.section.resume_checkpoint_path, upload_url(saved.upload)
     runs = [store_at(place) for place in (folder, url) if place is not None]
 
     def earlier(run: Store) -> list[int]:

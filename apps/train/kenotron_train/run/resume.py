@@ -26,7 +26,6 @@ from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_state
-from kenotron_train.reproducible import conditions
 from kenotron_train.run.adapters import check_adapter, check_base
 from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_base, load_initial
@@ -55,8 +54,8 @@ def resume(
     or ValueError when there is none, when it is damaged, of another model, or not of a training
     run, and PassingError when none could be read and an error that may pass is among the reasons.
     """
-    mesh, checkpoints = training.mesh, training.config.checkpoints
-    given = place_to_resume(checkpoints, training.config.s3_upload, mesh)
+    mesh, checkpoints = training.mesh, training.checkpoints.section
+    given = place_to_resume(checkpoints, training.checkpoints.upload, mesh)
     back = asked is not None and sets_back(asked)  # what memory has is left behind
     found, stale = _from_memory(training, None if back else memory, given)
     if found is not None:
@@ -91,8 +90,8 @@ def _from_memory(
     Returns a remark on a copy that is not taken, too. Raises ValueError where it is damaged and
     there is no other checkpoint of this run: tensors that it filled are no first weights.
     """
-    mesh, checkpoints = training.mesh, training.config.checkpoints
-    url = upload_url(training.config.s3_upload)
+    mesh, checkpoints = training.mesh, training.checkpoints.section
+    url = upload_url(training.checkpoints.upload)
     if memory is None:
         return None, ""
     copy, missing = memory.newest(mesh)
@@ -159,20 +158,20 @@ def _load_from(
     training: Training, checkpoint: Checkpoint, optimizer: bool
 ) -> tuple[Progress, str, Store]:
     """``load_run`` of one checkpoint. Raises DamagedCheckpoint, perhaps after tensors changed."""
-    config, mesh = training.config, training.mesh
+    mesh, model = training.mesh, training.checkpoints.model
     folder, manifest = checkpoint.store, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, manifest.step, folder)
-    rope = config.checkpoints.accept_changed_rope
-    saved = check_adapter(state["model_config"], config.model, folder)
-    check_model(saved, config.model, folder, accepts_rope=rope)
+    rope = training.checkpoints.section.accept_changed_rope
+    saved = check_adapter(state["model_config"], model, folder)
+    check_model(saved, model, folder, accepts_rope=rope)
     steps = int(state["optimizer_steps"])
-    if config.model.adapter is not None:
+    if model.adapter is not None:
         load_base(training)
         check_base(state["model_config"], training, folder)
     parameters: dict[str, Any] = dict(training.saved_records())
     wanted: dict[str, Any] = {}
-    dropped = check_module(config.model.mtp is not None, folder, manifest.records)
+    dropped = check_module(model.mtp is not None, folder, manifest.records)
     averages, remark = _averages(training, checkpoint, optimizer and steps > 0)
     if optimizer:
         # Before its first update an optimizer has masters and no more: what a damaged checkpoint
@@ -197,7 +196,7 @@ def _load_from(
     progress = comparable(Progress.from_state(state, _fresh(training)), state["reading"], reading)
     remark = _remark(training, progress, state, folder) + dropped + remark
     if mesh.rank == 0:  # which prints it
-        steps, seed = config.tokens.train_steps, config.general.seed
+        steps, seed = training.data.tokens.train_steps, training.plan.seed
         remark += changed_config(progress, training.schedule, steps, seed, manifest.config)
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
@@ -238,13 +237,11 @@ def _remark(training: Training, progress: Progress, state: dict[str, Any], folde
             remark += f"; {NAMES.get(name, name)} changes from {before} to {now.get(name)}"
             if name not in ("global_batch_size", "batch_ramp"):
                 remark += ": samples may come twice or not at all"
-    sizes, before = model_of(training.config.model), state["model_config"]
+    sizes, before = model_of(training.checkpoints.model), state["model_config"]
     for name in ROPE:
         if name in before and sizes.get(name) != before[name]:
             remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
-    own = training.config
-    now_computed = conditions(own.general, own.parallelism, own.model, training.mesh.device)
-    remark += changed_conditions(state.get("reproducible"), now_computed)
+    remark += changed_conditions(state.get("reproducible"), training.checkpoints.conditions)
     if progress.step >= (last := training.data.tokens.train_steps):
         remark += f"; nothing is left to do: tokens.train_steps is {last}"
     return remark

@@ -32,7 +32,7 @@ def show_sample(training: Training, report: Report) -> None:
         report.say(f"No sample of the model: {about}; the training itself is complete", "warning")
     else:
         report.say(f"A sample of the model:\n{printable(text)}")
-    folder = Path(training.config.checkpoints.checkpoints_path)
+    folder = training.log.folder
     step = latest_step(folder)
     if step is not None:
         commands = next_commands(

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from kenotron_ckpt import (
-    CheckpointsConfig,
     DataStatesConfig,
     HostCopies,
     SaveFailed,
     Saver,
     open_checkpoint,
 )
-from kenotron_config import dump_config
 from kenotron_dist.placement import TensorLayout
 from kenotron_models import model_to_json
 from kenotron_train.assemble import Training
 from kenotron_train.data.data_settings import reading_of, tokenizer_state
 from kenotron_train.log.run_folder import writing
 from kenotron_train.progress import Progress
-from kenotron_train.reproducible import conditions
 from kenotron_train.run.adapters import saved_adapter
 from kenotron_train.run.upload import Uploads
 
@@ -32,7 +27,7 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
     Collective over the mesh. Raises ValueError when another run writes there, OSError when no rank
     can.
     """
-    checkpoints = training.config.checkpoints
+    checkpoints = training.checkpoints.section
     pool = checkpoints.datastates or DataStatesConfig()
     with writing():
         saver = Saver(
@@ -62,32 +57,22 @@ def save_run(
     ``compared``: first, replicas of parameters are compared. Raises ValueError when they have come
     to differ, SaveFailed as the config asks for.
     """
-    config, mesh = training.config, training.mesh
+    saved, mesh = training.checkpoints, training.mesh
     if compared:
         training.check_replicas()
     state = {
         **progress.to_state(),
         "optimizer_steps": training.optimizer.steps,
-        "model_config": model_to_json(config.model.model_config, config.multipliers)
+        "model_config": model_to_json(saved.model.model_config, saved.multipliers)
         | saved_adapter(training),
-        "dtype": config.model.dtype,
-        "sequence_length": config.longest_sequence,
-        "tokenizer": tokenizer_state(config.tokenizer),
+        "dtype": saved.model.dtype,
+        "sequence_length": training.cost.sequence,
+        "tokenizer": tokenizer_state(training.data.tokenizer),
         "reading": reading_of(training.data),
-        "reproducible": conditions(
-            config.general, config.parallelism, config.model, training.mesh.device
-        ),
+        "reproducible": saved.conditions,
     }
     with mesh.pulse.busy("saving a checkpoint"):
-        asked = replace(config, checkpoints=_as_asked(config.checkpoints))
-        saver.save(progress.step, _records(training), state, dump_config(asked))
-
-
-def _as_asked(section: CheckpointsConfig) -> CheckpointsConfig:
-    """The section without the run's own folder as what it resumed from: nothing said so."""
-    if section.resume_checkpoint_path != section.checkpoints_path:
-        return section
-    return replace(section, resume_checkpoint_path=None)
+        saver.save(progress.step, _records(training), state, saved.yaml)
 
 
 def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:

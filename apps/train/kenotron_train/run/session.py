@@ -5,31 +5,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 
 import torch
 
 from kenotron_ckpt import Saver
-from kenotron_config import Config
+from kenotron_config import Config, cautions, ignored_keys
 from kenotron_dist import Mesh, Signals, all_reduce, listening
 from kenotron_dist.diagnosis import watch
 from kenotron_dist.rng import key
-from kenotron_train.assemble import OwnModel, Training, build_training
+from kenotron_train.assemble import OwnModel, Training, build_training, data_plan
 from kenotron_train.cost.cost_plan import mesh_sizes
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import StageLoader
 from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.data_plan import data_plan
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.life_cycle import LifeCycle, Together
 from kenotron_train.log.banner import introduce
 from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
-from kenotron_train.reproducible import check_conditions, conditions
+from kenotron_train.reproducible import check_conditions
 from kenotron_train.run.elastic import slow_ranks_of
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.memory_copies import MemoryCopies
@@ -62,6 +61,8 @@ class Session:
     life: LifeCycle
     evaluations: Evaluations
     slow: SlowRanks
+    checked: bool
+    """True: batches are checked before steps, and the state after them."""
     failed: dict[int, str] = field(default_factory=dict)
     """Reason why the last failed save failed, by its step."""
 
@@ -100,11 +101,9 @@ def open_session(
         _check(config, loader, mesh)
         asked, memory = config.checkpoints, memory_folder(config.checkpoints, mesh)
         config = replace(config, checkpoints=going_on(asked, config.s3_upload, mesh))
-        life = Together(hooks)
-        life.pre_init(config, mesh)
+        (life := Together(hooks)).pre_init(config, mesh)
         training = build_training(config, mesh, model)
-        found = conditions(config.general, config.parallelism, config.model, mesh.device)
-        check_conditions(found, mesh)
+        check_conditions(training.checkpoints.conditions, mesh)
         life.post_init(training)
         progress, remark = resume(training, asked=asked, memory=memory)
         training.check_replicas()
@@ -116,15 +115,18 @@ def open_session(
         set_back(asked, progress.step, copies, mesh)
         watching = opened.enter_context(Watching(training, report, progress.step + 1))
         report.begin(progress.step + 1)  # the saver has locked the folder
-        introduce(training, report, remark)
+        introduce(training, report, remark, cautions(config), ignored_keys(config))
         uploads.resumed(progress.step)
-        feed = StageLoader(training, report, loader, target_mask)
-        opened.callback(feed.close)
-        stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
-        own = Evaluations(training, report, model is not None, progress.step)
+        feed = opened.enter_context(closing(StageLoader(training, report, loader, target_mask)))
+        own = Evaluations(
+            training, report, config.evaluation, own_model=model is not None, step=progress.step,
+            optional=config.evaluate is None,  # of lighteval, which no training depends on
+        )  # fmt: skip
         yield Session(
-            training, progress, feed, saver, copies, uploads, report, signals, stopper, watching,
-            life, own, slow_ranks_of(config, mesh, watching.rank_times, report),
+            training, progress, feed, saver, copies, uploads, report, signals,
+            Stopper(signals, deadline, bytes_of(training), mesh.world.size), watching, life, own,
+            slow_ranks_of(config, mesh, watching.rank_times, report),
+            not config.general.ignore_sanity_checks,
         )  # fmt: skip
 
 

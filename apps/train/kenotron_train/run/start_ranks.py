@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from kenotron_config import Config
 from kenotron_dist import Mesh, start
 from kenotron_dist.launch import launcher
-from kenotron_train.assemble import plan_of
-from kenotron_train.cost.cost_plan import cost_plan, mesh_sizes
+from kenotron_train.assemble import cost_plan, data_plan, plan_of
+from kenotron_train.cost.cost_plan import mesh_sizes
 from kenotron_train.data.stage_dataset import check_folders, prepare
 from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.data_plan import DataPlan, data_plan
+from kenotron_train.data_plan import DataPlan
 from kenotron_train.failures.device_errors import device_errors
 from kenotron_train.run.determinism import deterministic_algorithms
 

@@ -32,9 +32,8 @@ from kenotron_engine import (
     write_slices,
 )
 from kenotron_optim import Slices
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import Training, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_loader
-from kenotron_train.data_plan import data_plan
 from kenotron_train.verify.shrink import on_one_process
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
 

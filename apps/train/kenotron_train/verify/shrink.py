@@ -28,7 +28,7 @@ from kenotron_dist.placement import parameter_layouts
 from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
-from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.assemble import cost_plan
 from kenotron_train.verify.shrink_layout import (
     few,
     fewer_ranks,

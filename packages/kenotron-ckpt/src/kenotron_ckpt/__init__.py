@@ -34,7 +34,7 @@ from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
 from kenotron_ckpt.remote import FsspecStore, is_url
 from kenotron_ckpt.report import SaveFailed, SaveReport
-from kenotron_ckpt.retention import prune
+from kenotron_ckpt.retention import prune, remove_steps
 from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_ckpt.safetensors_file import TensorSize, write_safetensors
 from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
@@ -97,6 +97,7 @@ __all__ = [
     "read_manifest",
     "read_preferred",
     "read_record",
+    "remove_steps",
     "replace_text",
     "resolve_step",
     "restore_random_state",

@@ -6,6 +6,7 @@ manifest of all files. So each file is on two hosts, and a host that is lost tak
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -25,6 +26,7 @@ from kenotron_ckpt.hosts import Hosts
 from kenotron_ckpt.index import Manifest, seal_of
 from kenotron_ckpt.loading import NoCheckpoint
 from kenotron_ckpt.report import SaveReport
+from kenotron_ckpt.retention import remove_checkpoint
 from kenotron_ckpt.saving import write_share
 from kenotron_ckpt.share import FILE_BYTES, check_state, manifest_of, plan_share, stem_of
 from kenotron_ckpt.store import LocalStore
@@ -108,12 +110,12 @@ class HostCopies:
             try:
                 if each.is_whole:
                     result = self._read(each, read, reasons)
-                    self._remove([self.folder / FETCHED])
+                    self._remove([], self.folder / FETCHED)
                     return result
                 reasons.append(str(each))
             except DamagedCheckpoint as error:
                 reasons.append(str(error))
-        self._remove([self.folder / FETCHED])
+        self._remove([], self.folder / FETCHED)
         raise NoCheckpoint("\n  ".join([f"no copy in {self.folder} can be read:", *reasons]))
 
     def remove_steps(self) -> None:
@@ -122,14 +124,20 @@ class HostCopies:
 
     def remove(self) -> None:
         """Remove the folder on every host."""
-        self._remove([self.folder])
+        self._remove(self._steps(), self.folder)
 
-    def _remove(self, folders: Iterable[Path]) -> None:
-        """Remove folders when no rank reads them; no rank continues before they are gone."""
+    def _remove(self, steps: Iterable[Path], folder: Path | None = None) -> None:
+        """Remove copies, then a folder, when no rank reads them.
+
+        No rank continues before they are gone.
+        """
         barrier(self.mesh.world)
         if self._leads:
-            for each in folders:
-                shutil.rmtree(each, ignore_errors=True)
+            for each in steps:
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(LocalStore(each))
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         barrier(self.mesh.world)
 
     def _steps(self, but: int | None = None) -> list[Path]:
@@ -143,7 +151,7 @@ class HostCopies:
         # Write own files. A step that is there was never committed, or belongs to an older start.
         on_each(mesh, lambda: check_state(int(store.name), state, None))
         plan = on_all(mesh, lambda: plan_share(tensors, mesh, FILE_BYTES))
-        on_each(mesh, lambda: _emptied(step_folder) if self._leads else None)
+        on_each(mesh, lambda: _empty(store) if self._leads else None)
         shares = on_each(mesh, lambda: write_share(store, stem_of(mesh, ""), plan))
         # Send them to the next host.
         moves = [
@@ -155,12 +163,8 @@ class HostCopies:
         on_each(mesh, lambda: _raise(fault))
 
         # Commit on all hosts; earlier copies are removed when all have.
-        def text() -> str:
-            if self.generation is not None:
-                self.generation.check()
-            return manifest_of(store, shares, mesh, state, config, self.generation).to_json()
-
-        found = on_first(mesh, text)
+        what = store, shares, mesh, state, config, self.generation
+        found = on_first(mesh, lambda: manifest_of(*what).to_json())
         here = [name for rank in self.stored_ranks() for name in shares[rank]["files"]]
 
         def commit_here() -> None:
@@ -212,8 +216,8 @@ class HostCopies:
         own = {n for n, holders in copy.holders.items() if self._host in holders}
 
         def prepare() -> None:
-            _emptied(target.parent)
-            target.mkdir()
+            shutil.rmtree(target.parent, ignore_errors=True)
+            target.mkdir(parents=True)
             for number, (name, entry) in enumerate(manifest.files.items()):
                 if number in own:
                     os.link(path / name, target / name)
@@ -229,11 +233,10 @@ class HostCopies:
         return read(checkpoint)
 
 
-def _emptied(folder: Path) -> None:
-    """Make a folder, without what may be in it."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
+def _empty(step_folder: LocalStore) -> None:
+    """Make a step folder, without the copy that may be in it."""
+    remove_checkpoint(step_folder)
+    step_folder.make()
 
 
 def _raise(fault: str) -> None:

@@ -78,9 +78,19 @@ def _begun(step_folder: Store) -> bool:
     return _UNMADE in there and MANIFEST not in there
 
 
+def remove_steps(folder: Location) -> None:
+    """Remove all checkpoints of a run folder, and what saves that failed have left. On one rank."""
+    run = store_at(folder)
+    for step in steps_in(run):
+        remove_checkpoint(run.at(str(step)))
+
+
 def remove_checkpoint(step_folder: Store) -> None:
-    """Remove a checkpoint; its manifest goes first. What others put into its folder stays."""
-    if not _begun(step_folder):
+    """Remove a checkpoint, its manifest first, or what a save that failed has left.
+
+    What others put into its folder stays.
+    """
+    if MANIFEST in files_in(step_folder):
         step_folder.rename(MANIFEST, _UNMADE)  # from here on it is no checkpoint
         passed(SaveMoment.UNMADE)
     for name in (CONFIG, VERIFIED):

@@ -148,8 +148,6 @@ def commit_shares(
     """
     passed(SaveMoment.ALL_WRITTEN)
     manifest = manifest_of(step_folder, shares, mesh, state, config_text, generation)
-    if generation is not None:
-        generation.check()
     commit(step_folder, manifest, verified=verified)
 
 
@@ -163,7 +161,7 @@ def manifest_of(
 ) -> Manifest:
     """Return the manifest of what all ranks wrote; see ``commit_shares``, also for errors."""
     own = [share["state"] for share in shares]
-    return Manifest(
+    manifest = Manifest(
         step=int(step_folder.name),
         mesh=sizes_of(mesh),
         generation=generation.number if generation else 0,
@@ -174,6 +172,9 @@ def manifest_of(
         config=config_text,
         libraries={name: _version(name) for name in _LIBRARIES},
     )
+    if generation is not None:
+        generation.check()
+    return manifest
 
 
 def check_state(step: int, state: Mapping[str, Any], rank_state: Any) -> None:

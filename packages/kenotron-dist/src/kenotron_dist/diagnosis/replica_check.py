@@ -31,7 +31,7 @@ def check_replicas(
     Raises:
         ValueError: on all ranks of a group that disagrees; it names tensor, axis and ranks.
     """
-    sums = {path: checksum(parameters[path]) for path in sorted(parameters)}
+    sums = {path: bit_sums(parameters[path]) for path in sorted(parameters)}
     for grid, data in DATA_AXES.items():
         own = [path for path in sums if layouts[path].grid == grid]
         if own:
@@ -47,7 +47,7 @@ def check_replicas(
             _compare(own[:1], sums, axis)  # none: a slice of no elements
 
 
-def checksum(tensor: Tensor) -> Tensor:
+def bit_sums(tensor: Tensor) -> Tensor:
     """Two int64 numbers from the bits of a tensor: equal tensors have equal ones, on any device."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(-1).view(width)
@@ -59,7 +59,7 @@ def check_equal(tensors: Mapping[str, Tensor], axis: Axis) -> None:
 
     They have any shape. Collective over the axis; raises as ``check_replicas`` does.
     """
-    _compare(sorted(tensors), {name: checksum(tensor) for name, tensor in tensors.items()}, axis)
+    _compare(sorted(tensors), {name: bit_sums(tensor) for name, tensor in tensors.items()}, axis)
 
 
 def _is_cut(layout: TensorLayout, axis: str) -> bool:
