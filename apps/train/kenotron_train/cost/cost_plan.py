@@ -16,6 +16,7 @@ from kenotron_models import (
     TransformersBlock,
     TransformersSpec,
     transformers_blocks,
+    virtual_shards,
 )
 from kenotron_models.layers import BlockSpec
 from kenotron_optim import OptimizerConfig, SampleLeaves
@@ -41,6 +42,8 @@ class CostPlan:
     bucket_mb: int | None = None
     """MiB of a bucket of gradients; None: the default."""
     adapter: AdapterSpec | None = None
+    virtual_shards: int = 1
+    """Parts of a layer over tp in the reproducible mode."""
     virtual_chunks: int | None = None
     """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
     off."""
@@ -51,7 +54,8 @@ class CostPlan:
         if self.virtual_chunks is None:
             return None
         sizes = self.parallelism
-        return SampleLeaves(self.microbatches, sizes.dp, sizes.cp, self.virtual_chunks)
+        virtual = {"chunks": self.virtual_chunks, "shards": self.virtual_shards}
+        return SampleLeaves(self.microbatches, sizes.dp, sizes.cp, tp=sizes.tp, **virtual)
 
     def adapter_of(self, block: int) -> AdapterSpec | None:
         """Return the adapters of a block, named as those of layer 0."""
@@ -88,8 +92,17 @@ def cost_plan(config: Config) -> CostPlan:
         device=general.device,
         bucket_mb=model.ddp_bucket_cap_mb,
         adapter=config.adapter,
+        virtual_shards=_virtual_shards(config),
         virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
     )
+
+
+def _virtual_shards(config: Config) -> int:
+    """Return the virtual shards over tp of a reproducible run; without the mode there is one."""
+    general, spec = config.general, config.decoder
+    if not general.reproducible or isinstance(spec, TransformersSpec):
+        return 1
+    return virtual_shards(spec, general.reproducible_max_tp)
 
 
 def measured_blocks(spec: DecoderSpec) -> tuple[BlockSpec | TransformersBlock, ...]:
