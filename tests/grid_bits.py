@@ -76,17 +76,15 @@ def alone(row: Row) -> Row:
 def applies(row: Row) -> bool:
     """Return whether the mode has the row, by the rule that `GRID.md` states.
 
-    Experts and Mamba are not cut over tp, and Mamba-2 has a rank for each group at most. Where
-    samples are cut over cp, nothing is cut over tp, all layers are attention and feed-forward, and
-    there is no further prediction; `ulysses` needs key heads for every rank.
+    Where samples are cut over cp, nothing is cut over tp, all layers are attention and
+    feed-forward, and there is no further prediction; `ulysses` needs key heads for every rank.
     """
+    if row.cp == 1:
+        return True
     experts = row.arch in ("qwen2_moe", "qwen2_moe_limited", "deepseek")
-    if row.cp > 1:
-        whole = experts or row.arch in grid.MIXERS["arch"] or row.extra == "mtp"
-        shared = row.way == "ulysses" and KEY_HEADS % row.cp
-        return row.axes["tp"] == 1 and not whole and not shared
-    most = 1 if experts or row.arch == "mamba" else 2 if row.arch in ("mamba2", "hybrid") else 8
-    return row.axes["tp"] <= most
+    whole = experts or row.arch in grid.MIXERS["arch"] or row.extra == "mtp"
+    shared = row.way == "ulysses" and KEY_HEADS % row.cp
+    return row.axes["tp"] == 1 and not whole and not shared
 
 
 def refusal(row: Row) -> str:

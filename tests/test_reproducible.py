@@ -21,6 +21,8 @@ ROWS = (
         zero=3, recompute="full", saver="datastates"),
     Row(sizes=(2, 1, 2), extra="muon", arch="qwen3", mode="sp+overlap", zero=0, tied=True),
     Row(sizes=(1, 4, 1), ep=2, extra="muon", arch="qwen2_moe", zero=1),
+    Row(sizes=(2, 1, 2), ep=2, engine="zb-h1", arch="qwen2_moe", mode="sp", zero=3,
+        recompute="selective"),
 )  # fmt: skip
 """With a z-loss, windows, norms of heads, capacity and jitter; averages of weights and spikes."""
 

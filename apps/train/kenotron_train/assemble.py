@@ -71,8 +71,17 @@ def cost_plan(config: Config) -> CostPlan:
         device=general.device,
         bucket_mb=model.ddp_bucket_cap_mb,
         adapter=config.adapter,
+        virtual_shards=_virtual_shards(config),
         virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
     )
+
+
+def _virtual_shards(config: Config) -> int:
+    """Return the virtual shards over tp of a reproducible run; without the mode there is one."""
+    general, spec = config.general, config.decoder
+    if not general.reproducible or isinstance(spec, TransformersSpec):
+        return 1
+    return virtual_shards(spec, general.reproducible_max_tp)
 
 
 def data_plan(config: Config) -> DataPlan:
@@ -143,17 +152,9 @@ def plan_of(config: Config) -> ModelPlan:
         compile=model.compile,
         cuda_graph=model.cuda_graph,
         reproducible=config.general.reproducible,
-        virtual_shards=_virtual_shards(config),
+        virtual_shards=cost.virtual_shards,
         virtual_chunks=config.general.reproducible_max_cp if config.general.reproducible else 1,
     )
-
-
-def _virtual_shards(config: Config) -> int:
-    """Return the virtual shards over tp of a reproducible run; without the mode there is one."""
-    general, spec = config.general, config.decoder
-    if not general.reproducible or isinstance(spec, TransformersSpec):
-        return 1
-    return virtual_shards(spec, general.reproducible_max_tp)
 
 
 def decoder_layers(config: Config, mesh: Mesh) -> list[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_engine import training_step
-from kenotron_optim import GradAccumulator
+from kenotron_optim import GradAccumulator, SampleGradients
 from kenotron_train.assemble import Training, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
 
@@ -103,10 +103,13 @@ def measured_step(mesh: Mesh, config: Config) -> dict[str, int]:
     live = LiveBytes()
     live.ignore(_tensors())
     training, plan = build_training(config, mesh), data_plan(config)
-    trees, receive = [0], training.grads.receive_gradient
+    # A gradient of SampleGradients is a use.
+    exact = isinstance(training.grads, SampleGradients)
+    name = "receive_use" if exact else "receive_gradient"
+    trees, receive = [0], getattr(training.grads, name)
 
-    def received(path: str, gradient: torch.Tensor) -> None:
-        receive(path, gradient)
+    def received(*given: Any) -> None:
+        receive(*given)
         trees.append(sums_of_samples(training.grads))
 
     with open_loader(plan, mesh, open_corpus(plan, 0), Cursor()) as loader:
@@ -117,7 +120,7 @@ def measured_step(mesh: Mesh, config: Config) -> dict[str, int]:
         with live:
             live.count(_tensors())
             training_step(training, batch, 3)
-        training.grads.receive_gradient = received  # type: ignore[method-assign]
+        setattr(training.grads, name, received)
         training_step(training, batch, 4)
     return state_bytes_of(training) | {"sums of samples": max(trees), "peak": live.peak}
 

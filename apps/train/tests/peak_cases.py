@@ -66,6 +66,14 @@ CASES: dict[str, dict[str, object]] = {
         "optimizer.optimizer_factory.torch_adam_is_fused": "false",
         "general.reproducible_max_tp": 1,
     },
+    "reproducible, experts": {
+        "general.reproducible": "true",
+        "optimizer.optimizer_factory.torch_adam_is_fused": "false",
+        "general.reproducible_max_tp": 2,
+        "model.model_config": EXPERTS,
+        "tokens.batch_accumulation_per_replica": 3,
+        "tokens.micro_batch_size": 1,
+    },
     "reproducible, dp 2": {
         "general.reproducible": "true",
         "optimizer.optimizer_factory.torch_adam_is_fused": "false",

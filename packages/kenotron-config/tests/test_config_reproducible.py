@@ -50,7 +50,6 @@ CHUNKS, ALONE = "general.reproducible_max_cp=2", "general.reproducible_max_tp=1"
 REFUSED = {
     "parallelism.tp: 3": ("parallelism.tp=3", OF_TWELVE_HEADS),
     "parallelism.tp: 4": ("parallelism.tp=4", "general.reproducible_max_tp=3", OF_TWELVE_HEADS),
-    "parallelism.tp: 2": ("parallelism.tp=2", QWEN),
     "parallelism.cp: 2": ("parallelism.cp=2",),
     "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
     "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
@@ -113,6 +112,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         PROXY,
         ("parallelism.cp=2", "general.reproducible_max_cp=4", ALONE),
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
+        ("parallelism.dp=2", "parallelism.tp=2", "parallelism.ep=4", QWEN),
     ],
 )
 def test_the_rest_is_taken(sets: tuple[str, ...]) -> None:

@@ -228,6 +228,18 @@ def test_every_leaf_must_come_by_itself() -> None:
         assert "weight has gradients of 1 of 2 leaves of a backward pass" in missing
 
 
+def shards_of_experts(mesh: Mesh) -> str:
+    model = Stack(1)
+    layouts = parameter_layouts(model, mesh.axis_sizes, lambda _: 0)
+    with pytest.raises(ValueError, match="no tree of samples") as error:
+        SampleGradients(named_parameters(model), layouts, mesh)
+    return str(error.value)
+
+
+def test_tp_divides_the_shards_that_have_tokens_of_experts() -> None:
+    assert "tp 2 with shards 1: these sums" in on_ranks(shards_of_experts, tp=2)[0]
+
+
 def partial(mesh: Mesh) -> str:
     norm = nn.LayerNorm(3)
     norm.placements = {"weight": Partial("tp")}

@@ -49,6 +49,13 @@ def test_one_chunk_keeps_the_numbers_of_samples() -> None:
     assert [leaves.number(2, 0, i) for i in range(3)] == [6, 7, 8]
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_shards_cut_the_tokens_of_experts_as_chunks_do(tp: int) -> None:
+    leaves = SampleLeaves(3, 2, 1, 1, tp=tp, shards=4)
+    assert leaves.uses == 1 and leaves.total == 6
+    assert leaves.of_experts == SampleLeaves(3, 2, tp, 4)
+
+
 def test_a_rank_has_neighbouring_chunks() -> None:
     leaves = SampleLeaves(3, 2, 2, 4)  # 6 samples: the first leaf of chunk i is 6 i
     starts = [[leaves.number(source, use, 0) for use in range(2)] for source in range(4)]

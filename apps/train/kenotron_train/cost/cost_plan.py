@@ -41,6 +41,8 @@ class CostPlan:
     bucket_mb: int | None = None
     """MiB of a bucket of gradients; None: the default."""
     adapter: AdapterSpec | None = None
+    virtual_shards: int = 1
+    """Parts of a layer over tp in the reproducible mode."""
     virtual_chunks: int | None = None
     """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
     off."""
@@ -51,7 +53,8 @@ class CostPlan:
         if self.virtual_chunks is None:
             return None
         sizes = self.parallelism
-        return SampleLeaves(self.microbatches, sizes.dp, sizes.cp, self.virtual_chunks)
+        virtual = {"chunks": self.virtual_chunks, "shards": self.virtual_shards}
+        return SampleLeaves(self.microbatches, sizes.dp, sizes.cp, tp=sizes.tp, **virtual)
 
     def adapter_of(self, block: int) -> AdapterSpec | None:
         """Return the adapters of a block, named as those of layer 0."""

@@ -40,11 +40,17 @@ def separate_use(parameter: Tensor, number: int) -> Tensor:
     return _Use.apply(parameter, number)
 
 
-def separate_uses(parameter: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return ``count`` separate uses of a parameter of any shape; one is the parameter itself."""
-    if count == 1:
+def separate_uses(
+    parameter: Tensor, count: int, *, part: int = 0, parts: int = 1
+) -> tuple[Tensor, ...]:
+    """Return ``count`` separate uses of a parameter of any shape; one alone is the parameter.
+
+    With ``parts`` a backward pass has so many calls, of which this is number ``part``: use i is
+    number ``i * parts + part``.
+    """
+    if count * parts == 1:
         return (parameter,)
-    return tuple(separate_use(parameter, number) for number in range(count))
+    return tuple(separate_use(parameter, number * parts + part) for number in range(count))
 
 
 class _Use(torch.autograd.Function):

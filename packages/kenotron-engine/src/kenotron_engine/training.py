@@ -197,8 +197,8 @@ def _accumulator(
     made = named_parameters(model.stack), model.layouts, mesh
     fp32 = optim.accumulate_grad_in_fp32
     if plan.reproducible:
-        chunks = plan.virtual_chunks
-        return SampleGradients(*made, fp32=fp32, bucket_mb=bucket_mb, chunks=chunks)
+        virtual = {"chunks": plan.virtual_chunks, "shards": plan.virtual_shards}
+        return SampleGradients(*made, fp32=fp32, bucket_mb=bucket_mb, **virtual)
     return GradAccumulator(
         *made,
         fp32=fp32,

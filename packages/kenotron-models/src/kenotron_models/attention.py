@@ -6,6 +6,7 @@ K features of a head; ``/t`` is divided by tp size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Literal
@@ -92,6 +93,8 @@ class Attention(Mixing[AttentionSpec]):
             another, a norm over the width is no RMSNorm, or the ordered back end is not installed.
     """
 
+    in_shards = True
+
     def __init__(self, spec: AttentionSpec, width: int, build: Build, *, layer: int = 0) -> None:
         super().__init__()
         self.prepare_heads(spec, build, layer)
@@ -165,9 +168,30 @@ class Attention(Mixing[AttentionSpec]):
         return self.spec.qk_norm is not None and self.spec.qk_norm_over == "width"
 
     @property
-    def adds_once(self) -> bool:
-        """See ``Part``."""
-        return not self.norms_width
+    def adds_inside(self) -> bool:
+        """See ``Part``: means of squares over all heads."""
+        return self.norms_width
+
+    def begin(
+        self, x: Tensor, context: Context, *, norm: Normed | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return means (B, S, 2) over own heads, and what makes the output of those over all."""
+        read = partial(self.qkv, tokens=context.tokens)
+        qkv, gate, means = self._parts(read(x) if norm is None else between(norm, x, read), context)
+        assert means is not None  # else nothing is added up
+
+        def output(means: Tensor) -> Tensor:
+            turn = partial(self._turn, means=means, context=context)
+            mix = partial(self._mix, qkv, context=context)
+            return self.out(
+                _gated(mix(turn(qkv)) if norm is None else between(turn, qkv, mix), gate)
+            )
+
+        return means, output
+
+    def of_sum(self, total: Tensor, ranks: int) -> Tensor:
+        """Return the means over all heads, of ``total`` (B, S, 2), a sum of ``ranks`` means."""
+        return total / ranks
 
     def _mean_squares(self, qkv: Tensor) -> Tensor:
         """Means (B, S, 2) over the heads of all ranks; collective over tp."""

@@ -1,13 +1,15 @@
 """Blocks whose bits do not depend on tp: parts as virtual ranks compute them, added in one tree.
 
-A part is what each of n virtual ranks of tp computes alone, up to one sum of their outputs. A rank
-computes n/t of them in turn, with slices of its weights (``kenotron_tp.virtual_shards``).
+A part is what each of n virtual ranks of tp computes alone, up to one sum of their outputs, and
+some up to a sum inside, too. A rank computes n/t of them in turn, with slices of its weights
+(``kenotron_tp.virtual_shards``).
 
 Shapes: T flattened tokens, D hidden; k = n/t virtual shards of a rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +21,7 @@ from kenotron_dist.placement import Partial, Placements, Shard
 from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.experts import Experts
 from kenotron_models.part import Normed, Part, PartSpec
 from kenotron_models.recompute import Recompute, whole
 from kenotron_models.spec import DecoderSpec
@@ -62,7 +65,7 @@ class BlockInShards(Block):
         super().__init__(spec, width, build, layer=layer, recompute=recompute)
         self._cut, self._last = build.cuts_between, last
         self._shards = {
-            part.name: PartInShards(self._part(part.name), part, width, build, layer)
+            part.name: _in_shards(self._part(part.name), part, width, build, layer)
             for part in spec.parts
         }
 
@@ -94,7 +97,7 @@ class PartInShards:
 
     def __init__(self, part: Part, spec: PartSpec, width: int, build: Build, layer: int) -> None:
         self._part, self._axis, self._count = part, build.tp, build.own_shards
-        first = build.tp.rank * self._count
+        self._of_all, first = build.shards, build.tp.rank * self._count
         self._virtual = [
             virtual_part(spec, width, build, layer, first + i) for i in range(self._count)
         ]
@@ -126,14 +129,18 @@ class PartInShards:
         """
         own = {name: self._slices(name) for name in self._cuts}
         more = {"norm": _same} if again else {}
-        found = [
-            with_values(virtual, {name: parts[i] for name, parts in own.items()})(
-                each, context, **more
-            )
-            for i, (virtual, each) in enumerate(
-                zip(self._virtual, to_shards(norm(x), self._count, self._axis), strict=True)
-            )
+        parts = [
+            with_values(virtual, {name: values[i] for name, values in own.items()})
+            for i, virtual in enumerate(self._virtual)
         ]
+        pairs = zip(parts, to_shards(norm(x), self._count, self._axis), strict=True)
+        if self._virtual[0].adds_inside:
+            begun = [part.begin(each, context, **more) for part, each in pairs]
+            total = from_shards([each for each, _ in begun], self._axis)
+            known = to_shards(self._part.of_sum(total, self._of_all), self._count, self._axis)
+            found = [finish(each) for (_, finish), each in zip(begun, known, strict=True)]
+        else:
+            found = [part(each, context, **more) for part, each in pairs]
         y = from_shards(found, self._axis)
         return y if self._bias is None else y + self._part.get_parameter(self._bias)
 
@@ -145,11 +152,30 @@ class PartInShards:
         return shards_of(parameter, *cut, self._count, self._axis)
 
 
+def _in_shards(
+    part: Part, spec: PartSpec, width: int, build: Build, layer: int
+) -> Callable[..., Tensor]:
+    """Return what calls a part as ``PartInShards`` does; arguments are those of it.
+
+    Experts take the tokens of virtual ranks apart themselves.
+    """
+    if not isinstance(part, Experts):
+        return PartInShards(part, spec, width, build, layer)
+    if part.shared is not None:
+        assert part.spec.shared is not None
+        shared = PartInShards(part.shared, part.spec.shared, width, build, layer)
+        part.run_shared = partial(shared, norm=_same, again=False)
+
+    def call(x: Tensor, context: Context, *, norm: Normed, again: bool) -> Tensor:
+        return part(x, context, norm=norm) if again else part(norm(x), context)
+
+    return call
+
+
 def virtual_shards(spec: DecoderSpec, most: int) -> int:
     """Return the virtual shards of a model: a power of two up to ``most``.
 
-    It is the largest that divides all heads and widths that tp cuts; 1 where a part communicates
-    before its output.
+    It is the largest that divides all heads and widths that tp cuts.
     """
     count = 1 << most.bit_length() - 1
     while count > 1 and not all(
@@ -192,10 +218,10 @@ def _cut_of(parameter: Tensor, cut: Shard, build: Build) -> tuple[int, list[OwnC
 
 
 def _divides(block: BlockSpec, width: int, count: int) -> bool:
-    """Return whether each of ``count`` ranks has its own part of a block, and adds up once."""
+    """Return whether each of ``count`` ranks has its own part of a block."""
     axis = Axis("tp", 0, tuple(range(count)))
     try:
         parts = [part.build(width, Build(axis, shapes_only=True), 0) for part in block.parts]
     except ValueError:
         return False
-    return all(part.adds_once for part in parts)
+    return all(part.in_shards for part in parts)

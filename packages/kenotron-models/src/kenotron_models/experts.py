@@ -1,7 +1,8 @@
 """A mixture of experts as feed-forward: each token is sent to a few of many small ones.
 
 Every rank of a pipeline stage routes its own tokens. Where tp leaves tokens whole, each of its
-ranks takes a share of them, and results are gathered.
+ranks takes a share of them, and results are gathered. With virtual shards all ranks of tp route all
+tokens, and experts compute those of each virtual rank apart (``token_shards``).
 
 Shapes: T flattened tokens, n of this rank, D hidden, E experts, K experts of a token, F features of
 an expert, R rows of this rank's experts.
@@ -9,6 +10,7 @@ an expert, R rows of this rank's experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, Protocol
@@ -16,6 +18,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kenotron_dist import Axis
 from kenotron_dist.weight_products import current_backward
 from kenotron_ep import DispatchWay, mix_experts
 from kenotron_models.build import Build
@@ -31,6 +34,7 @@ from kenotron_models.router_losses import LoadSums, router_loss
 from kenotron_models.shared_gate import SharedGate
 from kenotron_models.stacked_by_source import each_group
 from kenotron_models.stacked_linear import StackedLinear
+from kenotron_models.token_shards import TokenShards
 from kenotron_tp import join_tokens, split_tokens
 
 
@@ -130,12 +134,15 @@ class Experts(Part):
 
     cuts_sequence = True
     adds_loss = True
+    in_shards = True
 
     def __init__(self, spec: ExpertsSpec, width: int, build: Build, *, layer: int = 0) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
         self.auxiliary_losses: Collects | None = None
-        self.tp, self.ep, self.sequence_parallel = build.tp, build.ep, build.sequence_parallel
+        self.token_shards = TokenShards(build.tp, build.shards) if build.shards > 1 else None
+        self.tp = build.tp if self.token_shards is None else Axis.solo(build.tp.name)
+        self.ep, self.sequence_parallel = build.ep, build.sequence_parallel
         self.by_source = build.by_source
         whole = build.ep.size == 1 or build.by_source  # tokens are sent at once, each choice
         self.chunks = 1 if whole else build.ep_chunks
@@ -149,6 +156,8 @@ class Experts(Part):
         self.add_module("gate_up" if spec.gated else "up", first)
         self.down = StackedLinear(experts, spec.features, width, build, role="residual", **how)
         self.shared = None if spec.shared is None else MLP(spec.shared, width, build)
+        self.run_shared: Callable[[Tensor, Context], Tensor] | None = None
+        """The shared expert as a block with virtual shards calls it; None: as it is."""
         self.shared_gate = SharedGate(width, build) if spec.shared_gate else None
 
     @property
@@ -175,10 +184,10 @@ class Experts(Part):
             return self.mix(x, context, selective=False)
         return between(norm, x, partial(self.mix, context=context, selective=True))
 
-    def mix(self, x: Tensor, context: Context, selective: bool) -> Tensor:
+    def mix(self, normed: Tensor, context: Context, selective: bool) -> Tensor:
         """Return the output of ``forward`` for normed tokens (T, D)."""
         cut = self.tp.size > 1 and not self.sequence_parallel
-        own = split_tokens(x, self.tp) if cut else x  # (n, D)
+        own = split_tokens(normed, self.tp) if cut else normed  # (n, D)
         rows = routed_rows(context, len(own), self.tp)
         choice = self._choose(own, context)
         self._add_loss(choice, rows, context)
@@ -187,13 +196,22 @@ class Experts(Part):
             experts = experts.masked_fill(rows[:, None] == batch, -1)
         kept = self._kept(experts, rows, context)
         if context.loss_weight is not None and current_backward() == -1:  # of a step, and once
-            self.router.count(experts, kept)
+            self._count(experts, kept)
         of_all: list[Tensor] = []
-        y = mix_experts(
-            own, kept, choice.weights_TK, self.spec.router.experts, self.ep,
-            partial(self._compute, selective=selective), way=self.way, chunks=self.chunks,
-            by_source=self.by_source, meanwhile=lambda: of_all.extend(self._shared(x, context)),
-        )  # fmt: skip
+
+        def of_part(part: int, x: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+            return mix_experts(
+                x, kept, weights, self.spec.router.experts, self.ep,
+                partial(self._compute, selective=selective, part=part), way=self.way,
+                chunks=self.chunks, by_source=self.by_source,
+                meanwhile=None if part else lambda: of_all.extend(self._shared(normed, context)),
+            )  # fmt: skip
+
+        if (shards := self.token_shards) is None:
+            y = of_part(0, own, kept, choice.weights_TK)
+        else:
+            parts = shards.split(own), shards.split(kept, -1), shards.split(choice.weights_TK)
+            y = shards.each(of_part, *parts, tokens=len(own))
         if cut:
             y = join_tokens(y, self.tp, context.tokens)
         return sum(of_all, y)
@@ -244,19 +262,28 @@ class Experts(Part):
             axes=[self.tp, *([] if cut is None else [cut.axis])],
         )  # fmt: skip
 
-    def _compute(self, rows: Tensor, counts: Tensor, *, selective: bool) -> Tensor:
-        """Rows (R, D), grouped by expert, through their experts -> (R, D)."""
+    def _count(self, experts: Tensor, kept: Tensor) -> None:
+        """Count choices (n, K) before and after a capacity; with virtual shards of own tokens."""
+        if (shards := self.token_shards) is not None:
+            experts, kept = (torch.cat(shards.split(each, -1)) for each in (experts, kept))
+        self.router.count(experts, kept)
+
+    def _compute(self, rows: Tensor, counts: Tensor, *, selective: bool, part: int) -> Tensor:
+        """Rows (R, D), grouped by expert, through their experts -> (R, D).
+
+        ``part`` is as in ``StackedLinear``.
+        """
         activate = partial(activated, self.spec, alternating=self.spec.transposed)
         if self.by_source:
             activate = partial(each_group, activate, counts=counts)
-        y = self.first(rows, counts)
+        y = self.first(rows, counts, part)
         if not selective:
-            return self.down(activate(y), counts)
-        return between(activate, y, partial(self.down, counts=counts))
+            return self.down(activate(y), counts, part)
+        return between(activate, y, partial(self.down, counts=counts, part=part))
 
     def _shared(self, x: Tensor, context: Context) -> list[Tensor]:
         """Return the shared expert's result (T, D), if there is one, in a list."""
         if self.shared is None:
             return []
-        y = self.shared(x, context)
+        y = (self.run_shared or self.shared)(x, context)
         return [y if self.shared_gate is None else y * self.shared_gate(x)]

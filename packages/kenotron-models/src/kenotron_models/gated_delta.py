@@ -113,6 +113,8 @@ class GatedDelta(Recurrent):
         ValueError: the axis does not divide G.
     """
 
+    in_shards = True
+
     def __init__(self, spec: GatedDeltaSpec, width: int, build: Build, *, layer: int = 0) -> None:
         ranks = build.tp.size
         if spec.key_heads % ranks:
@@ -139,11 +141,6 @@ class GatedDelta(Recurrent):
         self.placements: Placements = {"A_log": cut, "dt_bias": cut}
         self.roles: Roles = {"A_log": "state", "dt_bias": "state"}
         declare_roles(self.out_proj, weight="residual")
-
-    @property
-    def adds_once(self) -> bool:
-        """See ``Part``."""
-        return True
 
     def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
         """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.

@@ -34,6 +34,9 @@ class GatedGroupNorm(nn.Module):
     def __init__(self, features: int, groups: int, eps: float, build: Build) -> None:
         super().__init__()
         self.eps, self.axis, self.all_groups = eps, build.tp, groups
+        self.sharers = max(build.tp.size // groups, 1)
+        """Ranks that share a group."""
+        self.first_group = build.tp.rank // self.sharers * max(groups // build.tp.size, 1)
         self.groups = max(groups // build.tp.size, 1)  # g
         self.group_size = features // groups
         own = features // build.tp.size
@@ -47,16 +50,24 @@ class GatedGroupNorm(nn.Module):
         One all-reduce over tp where ranks share a group, forward and backward. ``again``: what is
         squared is computed again in the backward.
         """
+        own = self.sums(y, z, again=again)
+        if self.sharers > 1:
+            # Each rank's result depends on the squares of all that share its group.
+            own = self.own_group(copy_to(reduce_from(own, self.axis), self.axis))
+        return own / self.group_size
+
+    def sums(self, y: Tensor, z: Tensor, *, again: bool = False) -> Tensor:
+        """Return this rank's sums of squares of its groups (T, g); of all groups (T, G) where
+        ranks share some, 0 for others'. Arguments are those of ``means``."""
         sums = partial(self._squares, z=z)
         own = whole(sums, y) if again and torch.is_grad_enabled() else sums(y)
-        if self.axis.size > self.all_groups:
-            ranks = self.axis.size // self.all_groups  # that share a group
-            group = self.axis.rank // ranks
-            every = F.pad(own, (group, self.all_groups - 1 - group))  # (T, G)
-            # Each rank's result depends on the squares of all that share its group.
-            every = copy_to(reduce_from(every, self.axis), self.axis)
-            own = every[:, group : group + 1]
-        return own / self.group_size
+        if self.sharers == 1:
+            return own
+        return F.pad(own, (self.first_group, self.all_groups - 1 - self.first_group))
+
+    def own_group(self, x: Tensor) -> Tensor:
+        """(T, G) -> (T, 1) of the group that this rank shares."""
+        return x[:, self.first_group : self.first_group + 1]
 
     def forward(self, y: Tensor, z: Tensor, means: Tensor) -> Tensor:
         """Return the normed output (T, C/t) of y and z, in the dtype of y; means are (T, g)."""

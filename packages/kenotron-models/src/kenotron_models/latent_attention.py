@@ -90,6 +90,11 @@ class LatentAttention(Attention):
         self.out = build.row(heads * spec.value_features, width, bias=spec.out_bias)
         declare_roles(self.out, weight="residual")
 
+    @property
+    def adds_inside(self) -> bool:
+        """See ``Part``."""
+        return False
+
     def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
         """(T, D) -> (T, D); see ``Attention``."""
         q, k, v, gate = self.heads_of(x, context, norm=norm)

@@ -6,6 +6,7 @@ channel's state, R rank of the steps, W width of the convolution; ``/t`` is divi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -130,6 +131,8 @@ class Mamba(Recurrent):
         ValueError: the axis does not divide C, or the kernel cannot be used.
     """
 
+    in_shards = True
+
     def __init__(self, spec: MambaSpec, width: int, build: Build, *, layer: int = 0) -> None:
         channels, documents = spec.channels, spec.separate_documents
         conv = ShortConvolution(channels, spec.width, build, bias=spec.conv_bias)
@@ -174,13 +177,43 @@ class Mamba(Recurrent):
 
     def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
         """Return the selective scan of x (R, L, C/t). Collective over tp: the sum of ``x_proj``."""
-        rank, state = self.spec.step_rank, self.spec.state
-        made = self.x_proj(x)
-        if self.spec.inner_norm is not None:
-            low, b, c = made.split((rank, state, state), -1)
-            made = torch.cat([self.dt_norm(low), self.b_norm(b), self.c_norm(c)], -1)
-        made = copy_to(made, self.axis)  # each rank's channels use all of it
-        low, b, c = made.split((rank, state, state), -1)
+        made = self.of_sum(self.x_proj(x), self.axis.size)
+        return self._scan_with(x, copy_to(made, self.axis))  # each rank's channels use all of it
+
+    @property
+    def adds_inside(self) -> bool:
+        """See ``Part``: the result of ``x_proj``."""
+        return True
+
+    def begin(
+        self, x: Tensor, context: Context, *, norm: Normed | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the product (B, S, R + 2 N) with ``x_proj``, and what makes the output of the sum.
+
+        Rows are whole, and there is no cache. What ``forward`` computes again of convolution and
+        gate is kept.
+        """
+        batch, sequence = context.positions_BS.shape
+        xz = project(self.in_proj, x, batch * sequence, norm)
+        x, z = xz.view(batch, sequence, -1).chunk(2, -1)
+        x, goes_on = self.convolved(x, context)
+
+        def output(made: Tensor) -> Tensor:
+            y = self._scan_with(x, made)(goes_on=goes_on).y
+            return self.out_proj((y.reshape(*x.shape[:2], -1) * F.silu(z)).flatten(0, 1))
+
+        return self.x_proj(x), output
+
+    def of_sum(self, total: Tensor, ranks: int) -> Tensor:
+        """Return the steps of rank R, B and C, normed if they are, of ``total`` (..., R + 2 N)."""
+        if self.spec.inner_norm is None:
+            return total
+        low, b, c = total.split((self.spec.step_rank, self.spec.state, self.spec.state), -1)
+        return torch.cat([self.dt_norm(low), self.b_norm(b), self.c_norm(c)], -1)
+
+    def _scan_with(self, x: Tensor, made: Tensor) -> Scan:
+        """Return the selective scan of x (R, L, C/t) with the same steps, B and C on all ranks."""
+        low, b, c = made.split((self.spec.step_rank, self.spec.state, self.spec.state), -1)
         constants = Constants(-torch.exp(self.A_log), self.D, self.dt_proj.bias)
         return partial(selective_scan, x, self.dt_proj(low), b, c, constants)
 

@@ -7,6 +7,7 @@ tp size, where a group that several ranks share is whole on each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -124,6 +125,8 @@ class Mamba2(Recurrent):
         ValueError: the axis does not divide H, or groups and axis do not divide one another.
     """
 
+    in_shards = True
+
     def __init__(self, spec: Mamba2Spec, width: int, build: Build, *, layer: int = 0) -> None:
         check_heads(spec, build)
         shared = Chunk(spec.groups * spec.state, parts=spec.groups)
@@ -152,14 +155,30 @@ class Mamba2(Recurrent):
         declare_roles(self.out_proj, weight="residual")
 
     @property
-    def adds_once(self) -> bool:
-        """See ``Part``; the norm of a group that ranks share adds up, too."""
-        return self.norm.axis.size <= self.norm.all_groups
+    def adds_inside(self) -> bool:
+        """See ``Part``: squares of a group that ranks share."""
+        return self.norm.sharers > 1
+
+    def begin(
+        self, x: Tensor, context: Context, *, norm: Normed | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return sums of squares (T, G), and what makes the output of the means over all ranks."""
+        y, z = self._mixed(x, context, norm)
+
+        def output(means: Tensor) -> Tensor:
+            normed = partial(self.norm, z=z, means=self.norm.own_group(means))
+            return self.out_proj(normed(y)) if norm is None else between(normed, y, self.out_proj)
+
+        return self.norm.sums(y, z, again=norm is not None), output
+
+    def of_sum(self, total: Tensor, ranks: int) -> Tensor:
+        """Return the means of all groups (T, G), of their sums ``total`` (T, G)."""
+        return total / self.norm.group_size
 
     def leave_out_of_programs(self) -> None:
         """Loops over chunks, which a compiler would unroll, and other ranks."""
         super().leave_out_of_programs()
-        if self.norm.axis.size > self.norm.all_groups:
+        if self.norm.sharers > 1:
             self.norm.means = torch.compiler.disable(self.norm.means)
 
     def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
@@ -168,16 +187,20 @@ class Mamba2(Recurrent):
         ``norm`` is applied to x first; then neither its result, nor the convolution's, nor the
         gated output is kept for the backward. x may be wider than the weights.
         """
-        batch, sequence = context.positions_BS.shape
-        again, features = norm is not None, self.heads * self.spec.head_dim
-        made = project(self.in_proj, x, batch * sequence, norm).view(batch, sequence, -1)
-        sizes = (features, made.shape[-1] - features - self.heads, self.heads)
-        z, convolved, steps = made.split(sizes, -1)
-        y = self.mix(convolved, context, steps, again=again).flatten(0, 1)
-        z = z.flatten(0, 1)
+        again, (y, z) = norm is not None, self._mixed(x, context, norm)
         # Means over tp are kept: what is computed again must not communicate.
         normed = partial(self.norm, z=z, means=self.norm.means(y, z, again=again))
         return between(normed, y, self.out_proj) if again else self.out_proj(normed(y))
+
+    def _mixed(self, x: Tensor, context: Context, norm: Normed | None) -> tuple[Tensor, Tensor]:
+        """Return what was scanned of tokens (T, D), and what gates it: (T, C/t) twice."""
+        batch, sequence = context.positions_BS.shape
+        features = self.heads * self.spec.head_dim
+        made = project(self.in_proj, x, batch * sequence, norm).view(batch, sequence, -1)
+        sizes = (features, made.shape[-1] - features - self.heads, self.heads)
+        z, convolved, steps = made.split(sizes, -1)
+        y = self.mix(convolved, context, steps, again=norm is not None)
+        return y.flatten(0, 1), z.flatten(0, 1)
 
     def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
         """Return the scan of x, B and C (R, L, C/t) with steps (R, L, H/t)."""

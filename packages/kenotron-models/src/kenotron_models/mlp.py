@@ -107,11 +107,7 @@ class MLP(Part):
     """
 
     cuts_sequence = True
-
-    @property
-    def adds_once(self) -> bool:
-        """See ``Part``."""
-        return True
+    in_shards = True
 
     def __init__(self, spec: MLPSpec, width: int, build: Build) -> None:
         super().__init__()

@@ -37,13 +37,29 @@ class Part(nn.Module):
     """True where it is right on rows that are cut over ranks (``context.cut``): it treats each
     token alone, or exchanges what tokens need of one another."""
 
-    @property
-    def adds_once(self) -> bool:
-        """Return True where ranks of tp compute alone up to one sum, that of their outputs.
+    in_shards: bool = False
+    """True where it is computed in virtual shards of tp (``Build.shards``): as ranks that compute
+    alone up to one sum, that of their outputs, or with ``adds_inside`` up to two."""
 
-        Only such parts are computed in virtual shards (``Build.shards``).
-        """
+    @property
+    def adds_inside(self) -> bool:
+        """Return True where ranks of tp add up inside, too: virtual shards call ``begin``."""
         return False
+
+    def begin(
+        self, x: Tensor, context: Context, *, norm: Normed | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Compute up to the sum inside. Arguments are those of ``forward``.
+
+        Returns:
+            What ranks of tp add up, of any shape, and what makes the output (T, D) of what
+            ``of_sum`` returns.
+        """
+        raise AssertionError(f"{type(self).__name__} adds up nothing inside")
+
+    def of_sum(self, total: Tensor, ranks: int) -> Tensor:
+        """Return what all of ``ranks`` ranks of tp read of ``total``, the sum of any shape."""
+        raise AssertionError(f"{type(self).__name__} adds up nothing inside")
 
     computed_again: bool = False
     """True where the backward computes all of it again; its block sets it."""

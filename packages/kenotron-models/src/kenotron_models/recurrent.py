@@ -104,6 +104,17 @@ class Recurrent(Part, ABC):
         y = between(convolve, x, scan) if again else scan(convolve(x))
         return y.reshape(*x.shape[:2], -1)
 
+    def convolved(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Convolve whole rows without a cache: x (B, S, C/t).
+
+        Returns:
+            (B, S, C/t), and True for tokens that a state passes on to, bool (B, S); None: for all.
+        """
+        since = tokens_since_start(context, documents=self.separate_documents)
+        places = None if since is None else since.expand(x.shape[:2])
+        y = F.silu(self.conv(x, tokens_before(x, self.conv.width - 1, None), places))
+        return y, None if places is None else places > 0
+
     def _scan(
         self,
         x: Tensor,

@@ -90,6 +90,8 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """``weight`` (E, D): each rank routes its own tokens, so the gradient is partial over tp.
 
+    With virtual shards (``Build.shards``) each rank routes all tokens.
+
     With ``bias`` there is a ``bias`` (E,), which is added to the logits.
 
     With ``choice_bias`` there is a ``choice_bias`` (E,), fp32 and without gradient: it is added to
@@ -102,12 +104,14 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.experts, width, **build.storage))
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
-        self.placements: Placements = {"weight": Partial(build.tp.name)}
+        own: Placements = {"weight": Partial(build.tp.name)} if build.shards == 1 else {}
+        self.placements: Placements = own
         self.roles: Roles = {"weight": "router"}
         self.bias: nn.Parameter | None = None
         if spec.bias:
             self.bias = nn.Parameter(torch.zeros(spec.experts, **build.storage))  # (E,)
-            self.placements["bias"] = Partial(build.tp.name)
+            if build.shards == 1:
+                self.placements["bias"] = Partial(build.tp.name)
             self.roles["bias"] = "bias"
         self.choice_bias: nn.Parameter | None = None
         if spec.choice_bias:

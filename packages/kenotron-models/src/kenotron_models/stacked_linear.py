@@ -64,7 +64,7 @@ class StackedLinear(nn.Module):
                 "expert-parallel size that divides num_experts"
             )
         self.weight_queue: WeightQueue | None = None
-        self.by_source = build.by_source
+        self.by_source, self.parts = build.by_source, build.own_shards
         self.transposed = transposed
         sizes = (inputs, outputs) if transposed else (outputs, inputs)
         whole = torch.empty(experts, *sizes, **build.storage)
@@ -80,20 +80,23 @@ class StackedLinear(nn.Module):
             self.placements["bias"] = Shard(axis.name, 0)
             self.roles["bias"] = "bias"
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, part: int = 0) -> Tensor:
         """x (R, I), grouped by this rank's experts -> (R, O); ``counts`` (E/n,) of rows, int64.
 
         With ``Build.by_source`` they are grouped by rank of ep first, and counts are (n, E/n).
+        ``part``: number of the virtual shard whose tokens they are, among those of a rank.
         """
+        of_part = {"part": part, "parts": self.parts}
         if self.by_source:
-            weights = separate_uses(self.weight, len(counts))
+            weights = separate_uses(self.weight, len(counts), **of_part)
             y = product_by_source(x, counts, weights, transposed=self.transposed)
         else:
             y = _StackedProduct.apply(x, self.weight, counts, self)
         if self.bias is None:
             return y
-        sources = len(counts) if self.by_source else 1
-        bias = torch.cat(separate_uses(self.bias, sources)) if sources > 1 else self.bias
+        bias = self.bias
+        if self.by_source:
+            bias = torch.cat(separate_uses(bias, len(counts), **of_part))
         return y + bias[expert_of_rows(y, counts.flatten())]
 
     def extra_repr(self) -> str:

@@ -188,7 +188,7 @@ class ParameterShards(ParameterGathers):
             )
 
     def _before_backward(self, unit: Unit) -> None:
-        unit.learned = False
+        unit.learned = set()
         if unit.by_input:
             unit.waiting += 1
         elif unit.paths:
@@ -199,7 +199,7 @@ class ParameterShards(ParameterGathers):
     def _after_backward(self, unit: Unit) -> None:
         if unit.waiting:
             unit.waiting -= 1
-            self._leave(unit, keeps_small=not unit.learned)
+            self._leave(unit, keeps_small=not unit.paths <= unit.learned)
 
     def _await_gradients(self, unit: Unit) -> None:
         unit.left = unit.left or set(unit.paths)
@@ -208,7 +208,7 @@ class ParameterShards(ParameterGathers):
     def _got_gradient(self, path: str) -> None:
         """A unit whose parameters all have a gradient is done with its backward."""
         for unit in self._units_of.get(path, ()):
-            unit.learned = True
+            unit.learned.add(path)
             if unit.waiting and not unit.by_input and path in unit.left:
                 unit.left.discard(path)
                 if not unit.left:

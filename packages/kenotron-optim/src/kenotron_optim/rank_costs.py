@@ -128,8 +128,8 @@ def state_bytes(
             found["parameters"] += owned * itemsize
         kept = cut if _leaves(each, config, ranks) else each.count * each.owners
         if leaves is not None:  # a whole buffer, and trees of each owner until the exchange
-            kept, sources = each.count, range(mesh.ep if each.expert else 1)
-            sums = _most_nodes(leaves, sources) * each.count * each.owners * summed
+            kept = each.count
+            sums = _most_nodes(*_of_sources(each, leaves, mesh)) * kept * each.owners * summed
             found["sums of samples"] = found.get("sums of samples", 0) + sums
         found["gradients"] += kept * summed
         apart = itemsize != 4 or stage.cuts_parameters or config.offload
@@ -175,7 +175,8 @@ def data_bytes(
         cut = -(-each.count // ranks)
         sums = backwards if _leaves(each, config, ranks) else 1
         if leaves is not None:
-            sums = each.owners * len(leaves.nodes(range(mesh.ep if each.expert else 1)))
+            own, sources = _of_sources(each, leaves, mesh)
+            sums = each.owners * len(own.nodes(sources))
         sent = sums * (ranks - 1) * cut * summed
         if not each.expert and config.shard_ranks is not None:
             replicas = mesh.dp // config.shard_ranks
@@ -225,6 +226,11 @@ def bucket_bytes(
         many *= backwards
         return min(3, many) * bucket + min(2, many) * arriving
     return min(2, many) * arriving
+
+
+def _of_sources(tensor: Held, leaves: SampleLeaves, mesh: MeshConfig) -> tuple[SampleLeaves, range]:
+    """Return the leaves of a tensor's gradient, and the sources that a rank has."""
+    return (leaves.of_experts, range(mesh.ep)) if tensor.expert else (leaves, range(1))
 
 
 @lru_cache(maxsize=256)

@@ -36,10 +36,12 @@ class SampleGradients(GradAccumulator):
 
     Experts that are cut over ep have the tokens of several ranks in a backward: layers hand the
     gradient of each rank's over by itself (``kenotron_dist.separate_uses``), in the order of ranks.
+    With ``shards`` above 1 a leaf of theirs has the tokens of a virtual shard of tp, of which a
+    rank has ``shards / tp``.
 
     Next to the buffer of a ``GradAccumulator`` it keeps at most ``log2(R) + 2`` gradients of N
-    elements, times ``chunks / cp``. ZeRO stages 2 and 3 keep whole gradients, too: slices of all
-    ranks' nodes are as many.
+    elements, times ``chunks / cp``, and of experts times ``shards / tp``. ZeRO stages 2 and 3 keep
+    whole gradients, too: slices of all ranks' nodes are as many.
 
     Args:
         parameters: as in ``GradAccumulator``, and so are the following.
@@ -49,10 +51,11 @@ class SampleGradients(GradAccumulator):
         fp32: sums in fp32; otherwise in each parameter's own dtype.
         bucket_mb: data ranks exchange buckets of about this many MiB.
         chunks: virtual chunks of a sample.
+        shards: virtual shards of tp, over which the tokens of experts are cut; 1 with chunks.
 
     Raises:
-        ValueError: as ``GradAccumulator``; chunks that cp does not divide, or a ``Partial``
-            placement.
+        ValueError: as ``GradAccumulator``; chunks that cp does not divide, shards that tp does not
+            divide where there are experts, or a ``Partial`` placement.
     """
 
     def __init__(
@@ -64,9 +67,12 @@ class SampleGradients(GradAccumulator):
         fp32: bool = True,
         bucket_mb: float | None = None,
         chunks: int = 1,
+        shards: int = 1,
     ) -> None:
-        cp = mesh.sizes["cp"]
+        cp, tp = mesh.sizes["cp"], mesh.sizes["tp"]
         cut = {f"cp {cp} with chunks {chunks}"} if chunks % cp else set()
+        if shards % tp and any(layout.grid == "expert" for layout in layouts.values()):
+            cut.add(f"tp {tp} with shards {shards}")
         for name, layout in layouts.items():
             cut |= {name for axis in layout.partial_axes if mesh.sizes[axis] > 1}
         if cut:
@@ -75,7 +81,7 @@ class SampleGradients(GradAccumulator):
                 "of samples; make them in each backward, or give a GradAccumulator"
             )
         names = {layout.name for layout in layouts.values()}  # no sum starts early
-        self._chunks = chunks
+        self._chunks, self._shards = chunks, shards
         super().__init__(parameters, layouts, mesh, fp32=fp32, bucket_mb=bucket_mb, irregular=names)
         self._trees: dict[str, SampleTree] = {}
         self._uses: dict[str, int] = {}
@@ -149,7 +155,7 @@ class SampleGradients(GradAccumulator):
                 f"the gradient of {path} came after start() without a number: call "
                 "start(backwards=...), the number of this rank's samples"
             )
-        leaves, sources = self._leaves(), self._sources_of(path)
+        leaves, sources = self._leaves(path), self._sources_of(path)
         source, use = divmod(number, leaves.uses)
         leaf = leaves.number(sources[source], use, count)
         tree = self._trees.setdefault(path, SampleTree(leaves.total))
@@ -159,26 +165,31 @@ class SampleGradients(GradAccumulator):
             self._uses[path] = 0
             self._counted(path, count)
 
-    def _leaves(self) -> SampleLeaves:
-        """Return the leaves of the step."""
-        sizes = self.mesh.sizes
-        return SampleLeaves(self._backwards or 0, sizes["dp"], sizes["cp"], self._chunks)
+    def _leaves(self, path: str) -> SampleLeaves:
+        """Return the leaves of the step that a parameter has."""
+        sizes = {name: self.mesh.sizes[name] for name in ("dp", "cp", "tp")}
+        leaves = SampleLeaves(
+            self._backwards or 0, **sizes, chunks=self._chunks, shards=self._shards
+        )
+        return leaves.of_experts if self._of_experts(path) else leaves
+
+    def _of_experts(self, path: str) -> bool:
+        return self.layouts[self.name_of[path]].grid == "expert"
 
     def _sources_of(self, path: str, rank: int | None = None) -> range:
-        """Return the ranks of dp x cp whose tokens a gradient is of, on an owner of its slices.
+        """Return the sources (``SampleLeaves``) of a gradient, on an owner of its slices.
 
         Args:
             path: of the parameter.
             rank: of the owner; None: this one.
         """
-        name = self.name_of[path]
-        each = self.mesh.config.ep if self.layouts[name].grid == "expert" else 1
-        first = (self.axis_of(name).rank if rank is None else rank) * each
+        each = self.mesh.config.ep if self._of_experts(path) else 1
+        first = (self.axis_of(self.name_of[path]).rank if rank is None else rank) * each
         return range(first, first + each)
 
     def _uses_of(self, path: str) -> int:
         """Return the leaves that a backward pass has of a parameter."""
-        return len(self._sources_of(path)) * self._leaves().uses
+        return len(self._sources_of(path)) * self._leaves(path).uses
 
     def _check_counts(self) -> None:
         """Raise RuntimeError for a parameter that some samples only have used."""
@@ -208,7 +219,7 @@ class SampleGradients(GradAccumulator):
         what this rank owns of the bucket (width,).
         """
         first, dtype = bucket.spans[0].name, self._dtype_of(bucket)
-        data, leaves = self.axis_of(first), self._leaves()
+        data, leaves = self.axis_of(first), self._leaves(paths[first])
         if not leaves.each:
             return torch.zeros(bucket.width, dtype=dtype, device=self.mesh.device)
         nodes = [leaves.nodes(self._sources_of(paths[first], r)) for r in range(data.size)]

@@ -1,7 +1,8 @@
 """Numbers of the leaves of the tree of samples, and the ranks that have them.
 
 A leaf is a virtual chunk of a sample; leaf ``chunk * n + sample`` comes after all samples of the
-chunks before. A source is a rank of dp x cp, whose tokens a gradient is of.
+chunks before. A source is a rank of dp x cp, whose tokens a gradient is of. Virtual shards of tp
+cut the tokens of experts in chunks, too: their sources are ranks of dp x cp x tp.
 
 Shapes: n samples of the global batch, R of each data rank, c ranks of cp, C chunks of a sample,
 k = C / c chunks of a source.
@@ -26,6 +27,14 @@ class SampleLeaves:
     cp: int
     chunks: int
     """C."""
+    tp: int = 1
+    shards: int = 1
+    """Virtual shards of tp; not with chunks."""
+
+    @property
+    def of_experts(self) -> SampleLeaves:
+        """Leaves of the gradients of experts: each virtual shard has its own tokens."""
+        return SampleLeaves(self.each, self.dp, self.cp * self.tp, self.chunks * self.shards)
 
     @property
     def total(self) -> int:

@@ -27,8 +27,8 @@ class Unit:
     """Those without a gradient in the backward that runs."""
     waiting: int = 0
     """Backwards for which it was gathered and is not freed."""
-    learned: bool = False
-    """True where a gradient of it has come in this backward; in a split one it comes later."""
+    learned: set[str] = field(default_factory=set)
+    """Parameters whose gradient has come in this backward; in a split one some come later."""
     by_input: bool = False
     """True where its backward is over with the gradient of its input: what is left then, products
     of weights' gradients that a split backward makes later, reads no weight that is not small."""
