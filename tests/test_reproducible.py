@@ -21,6 +21,8 @@ ROWS = (
         zero=3, recompute="full", saver="datastates"),
     Row(sizes=(2, 1, 2), extra="muon", arch="qwen3", mode="sp+overlap", zero=0, tied=True),
     Row(sizes=(1, 4, 1), ep=2, extra="muon", arch="qwen2_moe", zero=1),
+    Row(sizes=(1, 1, 2), cp=2, mode="sp", arch="starcoder2", dropout=0.2, tied=True, vocab=257,
+        zero=2, recompute="mixer", documents="joined", order="contiguous"),
 )  # fmt: skip
 """With a z-loss, windows, norms of heads, capacity and jitter; averages of weights and spikes."""
 

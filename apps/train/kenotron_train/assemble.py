@@ -14,7 +14,6 @@ from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.statistics import checksum
 from kenotron_engine import ModelPlan
-from kenotron_models import TransformersSpec, virtual_shards
 from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.data_plan import DataPlan, data_plan
@@ -66,17 +65,9 @@ def plan_of(config: Config) -> ModelPlan:
         compile=model.compile,
         cuda_graph=model.cuda_graph,
         reproducible=config.general.reproducible,
-        virtual_shards=_virtual_shards(config),
-        virtual_chunks=config.general.reproducible_max_cp if config.general.reproducible else 1,
+        virtual_shards=cost.virtual_shards,
+        virtual_chunks=cost.virtual_chunks or 1,
     )
-
-
-def _virtual_shards(config: Config) -> int:
-    """Return the virtual shards over tp of a reproducible run; without the mode there is one."""
-    general, spec = config.general, config.decoder
-    if not general.reproducible or isinstance(spec, TransformersSpec):
-        return 1
-    return virtual_shards(spec, general.reproducible_max_tp)
 
 
 def decoder_layers(config: Config, mesh: Mesh) -> list[tuple[str, nn.Module]]:

@@ -55,7 +55,6 @@ REFUSED = {
     "parallelism.cp: 2": ("parallelism.cp=2",),
     "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
     "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
-    "general.reproducible_max_tp: 8": (CHUNKS,),
     "general.reproducible_max_cp: 2": (CHUNKS, ALONE, QWEN),
     "parallelism.cp_attention: ulysses": (
         "parallelism.cp=2",
@@ -63,6 +62,12 @@ REFUSED = {
         ALONE,
         "parallelism.cp_attention=ulysses",
         ONE_KEY_HEAD,
+    ),
+    "ranks share 1 key heads of each of 4 virtual shards": (
+        "parallelism.cp=2",
+        CHUNKS,
+        "general.reproducible_max_tp=4",
+        "parallelism.cp_attention=ulysses",
     ),
     "model.mtp is not computed in chunks": (CHUNKS, ALONE, "model.mtp={weight: 0.3}"),
     "doremi's proxy run adds up whole samples": (CHUNKS, ALONE, *PROXY),
@@ -113,6 +118,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("optimizer.weight_average={decay: 0.9}", CHUNKS, ALONE, STARCODER),
         PROXY,
         ("parallelism.cp=2", "general.reproducible_max_cp=4", ALONE),
+        ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER"),
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
     ],
 )

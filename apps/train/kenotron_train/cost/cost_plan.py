@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
 from kenotron_config import Config, Device, ParallelismConfig
 from kenotron_dist import MeshConfig
-from kenotron_engine import CPMode
+from kenotron_engine import CPMode, way_of
 from kenotron_models import (
     AdapterSpec,
     DecoderSpec,
     TransformersBlock,
     TransformersSpec,
     transformers_blocks,
+    virtual_shards,
 )
 from kenotron_models.layers import BlockSpec
 from kenotron_optim import OptimizerConfig, SampleLeaves
@@ -44,6 +46,13 @@ class CostPlan:
     virtual_chunks: int | None = None
     """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
     off."""
+    virtual_shards: int = 1
+    """Ranks of tp as which a rank computes in the reproducible mode, in turn."""
+
+    @property
+    def cp_way(self) -> Literal["ring", "gather", "ulysses"]:
+        """Method of attention over cp."""
+        return way_of(self.cp_mode, self.spec, self.parallelism.grid, self.virtual_shards)
 
     @cached_property
     def leaves(self) -> SampleLeaves | None:
@@ -89,7 +98,16 @@ def cost_plan(config: Config) -> CostPlan:
         bucket_mb=model.ddp_bucket_cap_mb,
         adapter=config.adapter,
         virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
+        virtual_shards=_virtual_shards(config),
     )
+
+
+def _virtual_shards(config: Config) -> int:
+    """Return the virtual shards over tp of a reproducible run; without the mode there is one."""
+    general, spec = config.general, config.decoder
+    if not general.reproducible or isinstance(spec, TransformersSpec):
+        return 1
+    return virtual_shards(spec, general.reproducible_max_tp)
 
 
 def measured_blocks(spec: DecoderSpec) -> tuple[BlockSpec | TransformersBlock, ...]:

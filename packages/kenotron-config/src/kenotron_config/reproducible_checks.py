@@ -77,19 +77,16 @@ def _chunks(
     general: GeneralConfig, parallelism: ParallelismConfig, spec: DecoderSpec
 ) -> Iterator[str]:
     """Name settings that samples in chunks are not combined with."""
-    most = general.reproducible_max_cp
-    if (shards := virtual_shards(spec, general.reproducible_max_tp)) > 1:
-        rule = f"{shards} virtual shards are not combined with reproducible_max_cp ({most})"
-        yield _line("general.reproducible_max_tp", general.reproducible_max_tp, rule, 1)
+    most, shards = general.reproducible_max_cp, virtual_shards(spec, general.reproducible_max_tp)
     if part := whole_row_part(spec):
         rule = f"{part} is not computed in chunks of a sample"
         yield _line("general.reproducible_max_cp", most, rule, 1)
     kinds = {block.mixer for block in spec.blocks}
-    shared = [m for m in kinds if isinstance(m, AttentionSpec) and m.kv_heads % parallelism.cp]
+    each = [max(m.kv_heads // shards, 1) for m in kinds if isinstance(m, AttentionSpec)]
+    shared = [heads for heads in each if heads % parallelism.cp]
     if parallelism.cp_attention == "ulysses" and shared:
-        rule = (
-            f"ranks share {shared[0].kv_heads} key heads and add their gradients in another order"
-        )
+        of = f" of each of {shards} virtual shards" if shards > 1 else ""
+        rule = f"ranks share {shared[0]} key heads{of} and add their gradients in another order"
         yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
 
 

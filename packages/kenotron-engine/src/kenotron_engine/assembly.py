@@ -207,7 +207,7 @@ def build_model(
         )
     costs = layer_costs(plan.spec) if layers is None else None
     layers = decoder_layers(plan, mesh) if layers is None else layers
-    check_cut(plan.cp_mode, plan.spec, layers, mesh)
+    check_cut(plan.cp_mode, plan.spec, layers, mesh, plan.virtual_shards)
     check_balance(plan, mesh.sizes["pp"])
     # A step waits for its device itself, once.
     model = assemble(

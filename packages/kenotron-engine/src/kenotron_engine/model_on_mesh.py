@@ -42,7 +42,7 @@ class ModelOnMesh:
         ``count``: see there; a scalar of shape ().
         """
         plan = self.plan
-        how = dropout_key, count, plan.virtual_chunks
+        how = dropout_key, count, plan.virtual_chunks, plan.virtual_shards
         return share_of(plan.cp_mode, plan.spec, self.mesh, batch, *how)
 
     def own_chunks(self, share: Share) -> list[tuple[ModelOnMesh, Share]]:

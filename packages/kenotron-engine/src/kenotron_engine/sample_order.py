@@ -54,11 +54,12 @@ def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
     """Name what virtual chunks are not combined with, and whether it is given."""
     chunks, spec, shared = plan.virtual_chunks, plan.spec, False
     for mixer in {block.mixer for block in spec.blocks}:
-        shared |= isinstance(mixer, AttentionSpec) and mixer.kv_heads % cp > 0
+        shared |= isinstance(mixer, AttentionSpec) and (
+            max(mixer.kv_heads // plan.virtual_shards, 1) % cp > 0
+        )
     named = f"virtual_chunks = {chunks}"
     return {
         f"{named} and mtp_weight": spec.mtp_weight > 0,
-        f"{named} and virtual_shards = {plan.virtual_shards}": plan.virtual_shards > 1,
         f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
         f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
         f"{named} and ulysses, whose ranks share key heads": shared
