@@ -83,12 +83,12 @@ def applies(row: Row) -> bool:
     """Return whether the mode has the row, by the rule that `GRID.md` states.
 
     Experts and Mamba are not cut over tp, and Mamba-2 has a rank for each group at most. Where
-    samples are cut over cp, all layers are attention and feed-forward, and there is no further
-    prediction; `ulysses` needs key heads of each virtual shard for every rank.
+    samples are cut over cp, all layers are attention and feed-forward; `ulysses` needs key heads
+    of each virtual shard for every rank.
     """
     experts = row.arch in ("qwen2_moe", "qwen2_moe_limited", "deepseek")
     if row.cp > 1:
-        whole = experts or row.arch in grid.MIXERS["arch"] or row.extra == "mtp"
+        whole = experts or row.arch in grid.MIXERS["arch"]
         shared = row.way == "ulysses" and max(KEY_HEADS // _most_shards(row), 1) % row.cp
         return not whole and not shared
     most = 1 if experts or row.arch == "mamba" else 2 if row.arch in ("mamba2", "hybrid") else 8

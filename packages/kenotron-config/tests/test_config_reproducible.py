@@ -69,7 +69,6 @@ REFUSED = {
         "general.reproducible_max_tp=4",
         "parallelism.cp_attention=ulysses",
     ),
-    "model.mtp is not computed in chunks": (CHUNKS, ALONE, "model.mtp={weight: 0.3}"),
     "doremi's proxy run adds up whole samples": (CHUNKS, ALONE, *PROXY),
     "model.compile: true": ("model.compile=true",),
     "model.cuda_graph: true": ("model.cuda_graph=true",),
@@ -119,6 +118,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         PROXY,
         ("parallelism.cp=2", "general.reproducible_max_cp=4", ALONE),
         ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER"),
+        ("parallelism.cp=2", CHUNKS, "model.mtp={weight: 0.3}"),
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
     ],
 )

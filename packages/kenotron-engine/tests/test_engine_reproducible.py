@@ -20,10 +20,6 @@ from kenotron_optim import ExactNorm, MuonConfig, SampleGradients
 PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_is_fused=False)}
 SPEC = cases.LLAMA.decoder
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "virtual_chunks = 2 and mtp_weight": (
-        {"spec": replace(SPEC, mtp_weight=0.3), "virtual_chunks": 2},
-        {},
-    ),
     "compile": ({"compile": True}, {}),
     "virtual_chunks = 3, which is no power of two": ({"virtual_chunks": 3}, {}),
     "cuda_graph": ({"cuda_graph": True}, {}),

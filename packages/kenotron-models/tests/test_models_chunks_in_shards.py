@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +22,12 @@ from kenotron_models.block_in_shards import BlockInShards
 from kenotron_models.layers import Block
 
 SEQUENCE, VIRTUAL, SHARDS = 37, 4, 4
-IN_CHUNKS = ("attention", "gate")
+LATENT = replace(BLOCKS["latent"].mixer, head_dim=12)
+IN_CHUNKS = {
+    "attention": BLOCKS["attention"],
+    "gate": BLOCKS["gate"],
+    "latent": replace(BLOCKS["latent"], mixer=LATENT),
+}
 
 
 class Found(NamedTuple):
@@ -55,9 +61,8 @@ def computed(
 ) -> Found:
     torch.set_num_threads(1)
     cp, tp = mesh["cp"], mesh["tp"]
-    block = BlockInShards(
-        BLOCKS[name], WIDTH, Build(tp, dtype=dtype, shards=SHARDS), recompute=recompute
-    )
+    build = Build(tp, dtype=dtype, shards=SHARDS)
+    block = BlockInShards(IN_CHUNKS[name], WIDTH, build, recompute=recompute)
     fill(block, tp, dtype)
     layout = Layout(strips=Cut(SEQUENCE, VIRTUAL, Layout()).strips)
     positions = torch.arange(SEQUENCE) - 20 * (torch.arange(SEQUENCE) >= 20)  # two documents
@@ -92,7 +97,7 @@ def alone(name: str, dtype: torch.dtype) -> Found:
 def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dtype) -> None:
     want = alone(name, dtype)
     build = Build(Axis.solo("tp"), dtype=dtype, shards=SHARDS)
-    layouts = layouts_of(BlockInShards(BLOCKS[name], WIDTH, build), 1)
+    layouts = layouts_of(BlockInShards(IN_CHUNKS[name], WIDTH, build), 1)
     for cp, tp, way, recompute in (
         (1, 4, "ring", "full"), (2, 2, "gather", "mixer"), (4, 1, "ring", "selective"),
     ):  # fmt: skip
@@ -107,7 +112,7 @@ def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dty
 
 @pytest.mark.parametrize("name", IN_CHUNKS)
 def test_the_numbers_are_those_of_an_ordinary_block(name: str) -> None:
-    block = Block(BLOCKS[name], WIDTH, Build(Axis.solo("tp"), dtype=torch.float32))
+    block = Block(IN_CHUNKS[name], WIDTH, Build(Axis.solo("tp"), dtype=torch.float32))
     fill(block, Axis.solo("tp"), torch.float32)
     x, grad = (draw(each, SEQUENCE + 64, WIDTH)[:SEQUENCE] for each in "xy")
     positions = torch.arange(SEQUENCE) - 20 * (torch.arange(SEQUENCE) >= 20)

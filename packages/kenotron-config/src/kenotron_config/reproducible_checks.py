@@ -43,7 +43,7 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
             if general.reproducible_max_cp > 1:
                 found += _chunks(general, parallelism, spec)
         if general.reproducible_max_cp > 1:
-            found += _whole_samples(general.reproducible_max_cp, model, sections.get("doremi"))
+            found += _whole_samples(general.reproducible_max_cp, sections.get("doremi"))
     evaluate = sections.get("evaluate")
     if evaluate and evaluate.tasks and general.reproducible_max_cp > 1:
         rule = "tasks of evaluate score texts, which are not computed in chunks of a sample"
@@ -90,11 +90,9 @@ def _chunks(
         yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
 
 
-def _whole_samples(most: int, model: ModelConfig, doremi: DoReMiConfig | None) -> Iterator[str]:
+def _whole_samples(most: int, doremi: DoReMiConfig | None) -> Iterator[str]:
     """Name losses that are not computed in chunks of a sample."""
     key = "general.reproducible_max_cp"
-    if model.mtp is not None:
-        yield _line(key, most, "model.mtp is not computed in chunks of a sample", 1)
     if doremi is not None and doremi.is_proxy:
         yield _line(key, most, "doremi's proxy run adds up whole samples", 1)
 

@@ -49,10 +49,14 @@ class Model:
     pipeline: Pipeline
     chunk: int | None = None
     """Number of the virtual chunk whose loss is computed; None: there is one."""
+    used: Head | None = None
+    """The head of one use that several losses share; None: each has its own."""
 
     @property
     def head(self) -> Head | None:
         """The last layer, where this rank has it and it leaves its product to the loss."""
+        if self.used is not None:
+            return self.used
         head = dict(self.stack.named_modules()).get("head")
         if not isinstance(head, Head):
             return None

@@ -54,6 +54,15 @@ class ModelOnMesh:
             for i in range(self.plan.virtual_chunks // self.mesh.sizes["cp"])
         ]
 
+    def with_one_use(self) -> ModelOnMesh:
+        """Return this model with one use of its head, whose gradients of several losses are one.
+
+        Without virtual chunks autograd adds them.
+        """
+        if self.model.chunk is None:
+            return self
+        return replace(self, model=replace(self.model, used=self.model.head))
+
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records."""
         layouts = self.model.layouts

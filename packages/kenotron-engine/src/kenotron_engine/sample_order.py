@@ -59,7 +59,6 @@ def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
         )
     named = f"virtual_chunks = {chunks}"
     return {
-        f"{named} and mtp_weight": spec.mtp_weight > 0,
         f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
         f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
         f"{named} and ulysses, whose ranks share key heads": shared

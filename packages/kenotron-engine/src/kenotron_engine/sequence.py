@@ -167,7 +167,8 @@ def chunk_of(share: Share, number: int) -> Share:
                 positions_BS=micro.positions_BS[:, own],
             )
         )
-    return share._replace(micros=parts)
+    further = [labels.chunk(share.contexts[0].chunks, 1)[number] for labels in share.further]
+    return share._replace(micros=parts, further=further)
 
 
 def _virtual_axes(axis: Axis, virtual: int) -> list[Axis]:
