@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import GeneralConfig, ModelConfig
 from kenotron_models import DecoderSpec, virtual_shards, whole_row_part
@@ -42,8 +41,6 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
             found += _tp(parallelism.tp, general.reproducible_max_tp, spec)
             if general.reproducible_max_cp > 1:
                 found += _chunks(general, parallelism, spec)
-        if general.reproducible_max_cp > 1:
-            found += _whole_samples(general.reproducible_max_cp, sections.get("doremi"))
     evaluate = sections.get("evaluate")
     if evaluate and evaluate.tasks and general.reproducible_max_cp > 1:
         rule = "tasks of evaluate score texts, which are not computed in chunks of a sample"
@@ -88,13 +85,6 @@ def _chunks(
         of = f" of each of {shards} virtual shards" if shards > 1 else ""
         rule = f"ranks share {shared[0]} key heads{of} and add their gradients in another order"
         yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
-
-
-def _whole_samples(most: int, doremi: DoReMiConfig | None) -> Iterator[str]:
-    """Name losses that are not computed in chunks of a sample."""
-    key = "general.reproducible_max_cp"
-    if doremi is not None and doremi.is_proxy:
-        yield _line(key, most, "doremi's proxy run adds up whole samples", 1)
 
 
 def _tp(tp: int, most: int, spec: DecoderSpec) -> Iterator[str]:
