@@ -43,11 +43,11 @@ class CostPlan:
     bucket_mb: int | None = None
     """MiB of a bucket of gradients; None: the default."""
     adapter: AdapterSpec | None = None
+    virtual_shards: int = 1
+    """Parts of a layer over tp in the reproducible mode."""
     virtual_chunks: int | None = None
     """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
     off."""
-    virtual_shards: int = 1
-    """Ranks of tp as which a rank computes in the reproducible mode, in turn."""
 
     @property
     def cp_way(self) -> Literal["ring", "gather", "ulysses"]:
@@ -97,8 +97,8 @@ def cost_plan(config: Config) -> CostPlan:
         device=general.device,
         bucket_mb=model.ddp_bucket_cap_mb,
         adapter=config.adapter,
-        virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
         virtual_shards=_virtual_shards(config),
+        virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
     )
 
 
