@@ -51,7 +51,7 @@ def keys(row: Row, first: Row | None = None) -> dict[str, str]:
     batch = batch_of(first)
     chunks = 4 if first.cp == 2 else first.cp  # a rank of cp has one, or two
     passes = max(n for n in range(1, row.micro + 1) if batch // row.axes["dp"] % n == 0)
-    shards = 1 if chunks > 1 else 8 if first.axes["tp"] > 2 else 2
+    shards = _most_shards(first)
     found = {
         "general.reproducible": "true",
         "general.reproducible_max_tp": str(shards),
@@ -67,6 +67,12 @@ def keys(row: Row, first: Row | None = None) -> dict[str, str]:
     return found
 
 
+def _most_shards(first: Row) -> int:
+    """Virtual shards of a row, if the model has as many: one where cp alone cuts samples."""
+    tp = first.axes["tp"]
+    return 8 if tp > 2 else 1 if first.cp > tp == 1 else 2
+
+
 def alone(row: Row) -> Row:
     """The row of one process: the same numbers, attention and order of tokens."""
     names = {name: getattr(row, name) for name in (*OF_THE_MODEL, *OF_THE_BITS)}
@@ -76,15 +82,15 @@ def alone(row: Row) -> Row:
 def applies(row: Row) -> bool:
     """Return whether the mode has the row, by the rule that `GRID.md` states.
 
-    Where samples are cut over cp, nothing is cut over tp, all layers are attention and
-    feed-forward, and there is no further prediction; `ulysses` needs key heads for every rank.
+    Where samples are cut over cp, all layers are attention and feed-forward; `ulysses` needs key
+    heads of each virtual shard for every rank.
     """
     if row.cp == 1:
         return True
     experts = row.arch in ("qwen2_moe", "qwen2_moe_limited", "deepseek")
-    whole = experts or row.arch in grid.MIXERS["arch"] or row.extra == "mtp"
-    shared = row.way == "ulysses" and KEY_HEADS % row.cp
-    return row.axes["tp"] == 1 and not whole and not shared
+    whole = experts or row.arch in grid.MIXERS["arch"]
+    shared = row.way == "ulysses" and max(KEY_HEADS // _most_shards(row), 1) % row.cp
+    return not whole and not shared
 
 
 def refusal(row: Row) -> str:

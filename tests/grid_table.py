@@ -59,7 +59,7 @@ def bits_of(row: Row, results: Path, before: str) -> str:
         return f"refused: {grid_bits.refusal(row)}"
     file = results / f"{row}.bits.json"
     if not file.exists():
-        return before
+        return NOT_RUN if before.startswith("refused") else before
     return OTHERS if json.loads(file.read_text()) else "bitwise"
 
 

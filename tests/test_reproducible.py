@@ -23,6 +23,8 @@ ROWS = (
     Row(sizes=(1, 4, 1), ep=2, extra="muon", arch="qwen2_moe", zero=1),
     Row(sizes=(2, 1, 2), ep=2, engine="zb-h1", arch="qwen2_moe", mode="sp", zero=3,
         recompute="selective"),
+    Row(sizes=(1, 1, 2), cp=2, mode="sp", arch="starcoder2", dropout=0.2, tied=True, vocab=257,
+        zero=2, recompute="mixer", documents="joined", order="contiguous"),
 )  # fmt: skip
 """With a z-loss, windows, norms of heads, capacity and jitter; averages of weights and spikes."""
 

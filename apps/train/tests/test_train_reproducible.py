@@ -152,6 +152,7 @@ def computed(mesh: Mesh, scores: bool, saved: dict[str, Any]) -> tuple[int, int,
         ({"cp": 2}, False, {}, (1, 1, "cp 2 does not divide the 1 virtual chunks")),
         ({"cp": 2}, False, {"max_cp": 2, "max_tp": 1, "cp_block": 8}, (1, 2, "")),
         ({}, True, {"device": GPU}, (1, 1, f"the device is cpu, and was {GPU}")),
+        ({"cp": 2, "tp": 2}, False, {"max_cp": 2}, (4, 2, "")),
         ({}, True, {"max_cp": 2, "max_tp": 1}, (1, 1, "texts are not scored in chunks")),
     ],
 )

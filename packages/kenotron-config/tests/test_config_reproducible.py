@@ -42,6 +42,10 @@ ONE_KEY_HEAD = (
     "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 257, "
     "max_position_embeddings: 64}"
 )
+OLMO = (
+    "model.model_config={is_olmo2_config: true, hidden_size: 16, intermediate_size: 24, "
+    "num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 257, max_position_embeddings: 64}"
+)
 PROXY = (
     "doremi={domain_names: [a, b], ref_model_resume_checkpoint_path: reference/100}",
     "data_stages.0.data.dataset.hf_dataset_or_datasets={a: 0.5, b: 0.5}",
@@ -53,8 +57,8 @@ REFUSED = {
     "parallelism.cp: 2": ("parallelism.cp=2",),
     "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
     "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
-    "general.reproducible_max_tp: 8": (CHUNKS,),
     "general.reproducible_max_cp: 2": (CHUNKS, ALONE, QWEN),
+    "norms over all heads of 4 virtual shards": (CHUNKS, OLMO),
     "parallelism.cp_attention: ulysses": (
         "parallelism.cp=2",
         CHUNKS,
@@ -62,8 +66,12 @@ REFUSED = {
         "parallelism.cp_attention=ulysses",
         ONE_KEY_HEAD,
     ),
-    "model.mtp is not computed in chunks": (CHUNKS, ALONE, "model.mtp={weight: 0.3}"),
-    "doremi's proxy run adds up whole samples": (CHUNKS, ALONE, *PROXY),
+    "ranks share 1 key heads of each of 4 virtual shards": (
+        "parallelism.cp=2",
+        CHUNKS,
+        "general.reproducible_max_tp=4",
+        "parallelism.cp_attention=ulysses",
+    ),
     "model.compile: true": ("model.compile=true",),
     "model.cuda_graph: true": ("model.cuda_graph=true",),
     "model.dtype: float16": ("model.dtype=float16",),
@@ -110,7 +118,10 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("model.init_method={use_mup: true, base: {hidden_size: 8}}",),
         ("optimizer.weight_average={decay: 0.9}", CHUNKS, ALONE, STARCODER),
         PROXY,
+        (CHUNKS, *PROXY),
         ("parallelism.cp=2", "general.reproducible_max_cp=4", ALONE),
+        ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER"),
+        ("parallelism.cp=2", CHUNKS, "model.mtp={weight: 0.3}"),
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
         ("parallelism.dp=2", "parallelism.tp=2", "parallelism.ep=4", QWEN),
     ],

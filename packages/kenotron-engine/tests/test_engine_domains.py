@@ -97,12 +97,14 @@ class Trained(NamedTuple):
     """Losses of the tokens of the first global batch, before the first step."""
 
 
-def trained(mesh: Mesh, z_loss: float = 0.0, reproducible: bool = False) -> Trained:
+def trained(
+    mesh: Mesh, z_loss: float = 0.0, reproducible: bool = False, chunks: int = 1
+) -> Trained:
     """Three steps of a proxy."""
     of = plan(spec=replace(LLAMA.decoder, z_loss=z_loss))
     optim = {}
     if reproducible:
-        of = replace(of, reproducible=True, virtual_shards=2)
+        of = replace(of, reproducible=True, virtual_shards=2, virtual_chunks=chunks)
         optim = {"optimizer_factory": replace(ADAMW.optimizer_factory, torch_adam_is_fused=False)}
     training = training_of(mesh, of, **optim)
     state, results = DomainWeights.start(NAMES, 1.0, 1e-3), []
@@ -151,27 +153,26 @@ def test_every_layout_has_the_losses_and_weights_of_one_process(axis: str) -> No
     assert all(abs(ours[name] - theirs[name]).max() < 1e-4 for name in theirs)
 
 
-def test_a_reproducible_proxy_has_the_bits_of_one_process() -> None:
-    [one] = on_ranks(trained, 1e-3, True)
-    for sizes in ({"dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2}):
-        ranks = on_ranks(trained, 1e-3, True, **sizes)
+@pytest.mark.parametrize(
+    ("chunks", "layouts"),
+    [
+        (1, ({"dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2})),
+        (4, ({"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp": 2})),
+    ],
+)
+def test_a_reproducible_proxy_has_the_bits_of_one_process(
+    chunks: int, layouts: tuple[dict[str, int], ...]
+) -> None:
+    [one] = on_ranks(trained, 1e-3, True, chunks)
+    assert figures(one.results[0]) == pytest.approx(figures(on_one().results[0]), rel=1e-5)
+    torch.testing.assert_close(one.before, on_one().before, rtol=1e-5, atol=1e-5)
+    for sizes in layouts:
+        ranks = on_ranks(trained, 1e-3, True, chunks, **sizes)
         assert all(found.results == one.results for found in ranks)
         assert all(found.state == one.state for found in ranks)
         assert all(torch.equal(found.before, one.before) for found in ranks)
         ours, theirs = join_pieces(r.weights for r in ranks), join_pieces([one.weights])
         assert not [name for name in theirs if (ours[name] != theirs[name]).any()]
-
-
-def in_chunks(mesh: Mesh) -> None:
-    training, batch = training_of(mesh, plan(virtual_chunks=2)), tagged(batches_of(mesh, 1)[0])
-    with pytest.raises(ValueError, match="virtual_chunks = 2: losses of domains are not computed"):
-        training_step(training, batch, 1, objective=weighed(batch, (1.0,) * 4))
-    with pytest.raises(ValueError, match="virtual_chunks = 2: losses of tokens are not computed"):
-        batch_losses(training, batch)
-
-
-def test_losses_of_chunks_of_samples_are_refused() -> None:
-    on_ranks(in_chunks)
 
 
 def test_a_domain_that_a_batch_lacks_has_no_loss_and_keeps_its_weight_moving() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import EXPERTS, LLAMA, batches_of, plan, training_of
+from engine_cases import ADAMW, EXPERTS, LLAMA, batches_of, plan, training_of
 from torch import Tensor
 
 from kenotron_data import Batch, MicroBatch
@@ -23,6 +23,8 @@ from kenotron_engine import (
     decoder_layers,
     evaluate,
     join_pieces,
+    pieces_of,
+    slice_pieces,
     training_step,
     weight_pieces,
 )
@@ -99,6 +101,38 @@ def test_it_trains_on_every_layout_as_on_one_process(layout: str) -> None:
     ours, theirs = join_pieces(each[1] for each in ranks), join_pieces([pieces])
     assert ours.keys() == theirs.keys()
     assert all(abs(ours[path] - theirs[path]).max() <= 2e-4 for path in theirs)
+
+
+def in_chunks(
+    mesh: Mesh, changes: dict[str, Any], stage: int
+) -> tuple[list[float], list[Piece], list[Piece]]:
+    """Losses and norms, gradients of the last step, and weights and moments after it."""
+    exact = {"reproducible": True, "virtual_chunks": 4, "virtual_shards": 2}
+    of = plan(spec=spec_of(), draws=(0.3, "LAYER_INDEX"), **exact, **changes)
+    rule = replace(ADAMW.optimizer_factory, torch_adam_is_fused=False)
+    training = training_of(mesh, of, zero_stage=stage, optimizer_factory=rule)
+    numbers, gradients, batch = list[float](), list[Piece](), batch_of(mesh)
+    for step in range(1, STEPS + 1):
+        gradients.clear()
+        keep = lambda found: gradients.extend(slice_pieces(training, found))  # noqa: E731
+        result = training_step(training, batch, step, look=keep)
+        numbers += [result.loss, result.figures["mtp_loss"], result.grad_norm]
+    return numbers, gradients, weight_pieces(training) + pieces_of(training.optimizer.state(), mesh)
+
+
+def test_chunks_of_samples_have_the_bits_of_one_process() -> None:
+    [(numbers, *want)] = on_ranks(in_chunks, {}, 0)
+    zero_bubble = {"schedule": schedule_named("zb-v"), "recompute": "full"}
+    for axes, changes, stage in (
+        ({"cp": 2, "tp": 2}, SP, 2), ({"cp": 2, "pp": 2}, zero_bubble, 1), ({"dp": 2}, {}, 3),
+    ):  # fmt: skip
+        ranks = on_ranks(in_chunks, changes, stage, **axes)
+        assert all(found[0] == numbers for found in ranks)
+        for part, whole in enumerate(want, 1):
+            ours, theirs = join_pieces(each[part] for each in ranks), join_pieces([whole])
+            assert ours.keys() == theirs.keys()
+            assert not [name for name in theirs if (ours[name] != theirs[name]).any()]
+    assert numbers[:3] == pytest.approx(on_one(False, True)[0][:3], rel=2e-5)
 
 
 def plain(model: Model, batch: Batch) -> Numbers:

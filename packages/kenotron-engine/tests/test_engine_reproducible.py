@@ -12,26 +12,34 @@ import torch
 
 from kenotron_dist import Mesh, tree_sum
 from kenotron_dist.testing import on_ranks
-from kenotron_engine import build_training, decoder_layers, gradients_of, training_step
+from kenotron_engine import CPMode, build_training, decoder_layers, gradients_of, training_step
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
 from kenotron_models import virtual_shards
 from kenotron_optim import ExactNorm, MuonConfig, SampleGradients
 
 PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_is_fused=False)}
 SPEC = cases.LLAMA.decoder
+OVER_ALL_HEADS = replace(
+    SPEC,
+    blocks=tuple(
+        replace(each, mixer=replace(each.mixer, qk_norm=each.norm, qk_norm_over="width"))
+        for each in SPEC.blocks
+    ),
+)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "virtual_chunks = 2 and mtp_weight": (
-        {"spec": replace(SPEC, mtp_weight=0.3), "virtual_chunks": 2},
+    "compile": ({"compile": True}, {}),
+    "virtual_chunks = 2, virtual_shards = 2 and norms over all heads": (
+        {"virtual_chunks": 2, "virtual_shards": 2, "spec": OVER_ALL_HEADS},
         {},
     ),
-    "compile": ({"compile": True}, {}),
-    "virtual_chunks = 2 and virtual_shards = 2": ({"virtual_chunks": 2, "virtual_shards": 2}, {}),
     "virtual_chunks = 3, which is no power of two": ({"virtual_chunks": 3}, {}),
     "cuda_graph": ({"cuda_graph": True}, {}),
     "float16": ({"dtype": torch.float16}, {}),
     "torch_adam_is_fused": ({}, {"optimizer_factory": cases.ADAMW.optimizer_factory}),
     "the fused kernel": ({}, {"optimizer_factory": MuonConfig(torch_adam_is_fused=True)}),
 }
+SHARED = {"virtual_chunks": 2, "virtual_shards": 2, "cp_mode": CPMode("ulysses")}
+"""A virtual shard has one key head."""
 
 
 def test_rows_become_micro_batches() -> None:
@@ -108,7 +116,10 @@ def dropped(mesh: Mesh, **how: Any) -> float:
     return gradients_of(training, cases.batches_of(mesh, 1)[0], 1)[0]
 
 
-@pytest.mark.parametrize("how", [{"virtual_shards": 4}, {"virtual_chunks": 4}])
+@pytest.mark.parametrize(
+    "how",
+    [{"virtual_shards": 4}, {"virtual_chunks": 4}, {"virtual_chunks": 2, "virtual_shards": 2}],
+)
 def test_virtual_ranks_drop_what_a_usual_training_drops(how: dict[str, int]) -> None:
     [usual], [exact] = on_ranks(dropped), on_ranks(partial(dropped, reproducible=True, **how))
     assert exact == pytest.approx(usual, rel=1e-6)
@@ -122,16 +133,21 @@ def test_what_is_not_proved_is_refused(name: str) -> None:
         cases.training_of(Mesh.connect(), of, **{**PLAIN, **optim})
 
 
-def other_axis(mesh: Mesh, name: str) -> None:
+def other_axis(mesh: Mesh, name: str, how: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"reproducible: true was given with {name}"):
-        cases.training_of(mesh, cases.plan(reproducible=True), **PLAIN)
+        cases.training_of(mesh, cases.plan(reproducible=True, **how), **PLAIN)
 
 
 @pytest.mark.parametrize(
-    ("axis", "name"), [("cp", "cp = 2"), ("tp", "tp = 2 and virtual_shards = 1")]
+    ("axis", "name", "how"),
+    [
+        ("cp", "cp = 2", {}),
+        ("tp", "tp = 2 and virtual_shards = 1", {}),
+        ("cp", "virtual_chunks = 2 and ulysses, whose ranks share key heads", SHARED),
+    ],
 )
-def test_other_axes_are_refused(axis: str, name: str) -> None:
-    on_ranks(other_axis, name, **{axis: 2})
+def test_other_axes_are_refused(axis: str, name: str, how: dict[str, Any]) -> None:
+    on_ranks(other_axis, name, how, **{axis: 2})
 
 
 def test_layers_of_ones_own_are_refused() -> None:

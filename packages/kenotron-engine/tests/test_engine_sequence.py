@@ -92,6 +92,7 @@ def test_auto_is_what_sends_less() -> None:
     assert way_of(auto, heads(8, 8, window=4), {**ONE, "cp": 4}) == "ring"
     assert way_of(auto, heads(8, 2), {**ONE, "cp": 8}) == "ring"  # key heads would be repeated
     assert way_of(auto, heads(8, 8), {**ONE, "cp": 8, "tp": 2}) == "ring"
+    assert way_of(auto, heads(8, 8), {**ONE, "cp": 4}, 4) == "ring"
     assert way_of(CPMode("gather"), heads(8, 8), {**ONE, "cp": 4}) == "gather"
 
 

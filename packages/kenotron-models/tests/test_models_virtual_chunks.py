@@ -67,7 +67,7 @@ def test_what_is_not_computed_in_chunks_is_named() -> None:
     spec: DecoderSpec = LlamaConfig().decoder
     assert whole_row_part(spec) == ""
     assert "mixer of kind" in whole_row_part(MambaModelConfig().decoder)
-    assert "LatentAttentionSpec" in whole_row_part(DeepseekV3Config().decoder)
+    assert "feed-forward of kind" in whole_row_part(DeepseekV3Config().decoder)
     mixer = spec.blocks[0].mixer
     assert isinstance(mixer, AttentionSpec)
     for change, told in (({"sinks": True}, "sinks"), ({"head_dim": 6}, "heads of 6 features")):

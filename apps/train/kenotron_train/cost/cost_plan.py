@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
 from kenotron_config import Device, ParallelismConfig
 from kenotron_dist import MeshConfig
-from kenotron_engine import CPMode
+from kenotron_engine import CPMode, way_of
 from kenotron_models import (
     AdapterSpec,
     DecoderSpec,
@@ -46,6 +47,11 @@ class CostPlan:
     virtual_chunks: int | None = None
     """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
     off."""
+
+    @property
+    def cp_way(self) -> Literal["ring", "gather", "ulysses"]:
+        """Method of attention over cp."""
+        return way_of(self.cp_mode, self.spec, self.parallelism.grid, self.virtual_shards)
 
     @cached_property
     def leaves(self) -> SampleLeaves | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kenotron_engine import way_of
 from kenotron_models import (
     KernelWork,
     MetaMicroBatch,
@@ -146,7 +145,7 @@ class MeasuredModel(StageTensors):
             found = {axis: int(sent * share) for axis, sent in row.items()}
         if sizes.cp > 1 and not isinstance(block, TransformersBlock):
             cut = plan.cp_mode.cut(plan.sequence, sizes.cp)
-            way = way_of(plan.cp_mode, plan.spec, sizes.grid)
+            way = plan.cp_way
             rows = self._rows(plan)
             key = "over cp", kind, sizes.cp, sizes.tp, again, rows, plan.dtype
             batch = self._batch(plan, kind, again, rows)[1]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from kenotron_config import Config, Mask, ParallelismConfig, cautions, dump_config, ignored_keys
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
-from kenotron_engine import way_of
 from kenotron_models import TransformersSpec, describe, parameter_count
 from kenotron_optim import parameter_groups
 from kenotron_train.assemble import cost_plan
@@ -162,7 +161,7 @@ def _attention_over_cp(plan: CostPlan) -> str:
     cut = mode.cut(plan.sequence, sizes.cp)
     padding = cut.padded - plan.sequence
     note = f" ({padding:,} of {cut.padded:,} are padding)" if padding else ""
-    way = way_of(mode, plan.spec, sizes.grid)
+    way = plan.cp_way
     stride = mode.stride
     heads = f", {stride} key head{'s' * (stride != 1)} at a time" if way == "gather" else ""
     return (

@@ -25,7 +25,6 @@ from kenotron_data.config import (
 )
 from kenotron_dist import Axis
 from kenotron_dist.placement import parameter_layouts
-from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
 from kenotron_train.assemble import cost_plan
@@ -62,7 +61,7 @@ def shrink(config: Config, ranks: int, steps: int) -> Config:
     """
     parallelism = fewer_ranks(config.parallelism, ranks)
     if config.parallelism.cp > 1:  # what auto means depends on sizes
-        way = way_of(cost_plan(config).cp_mode, config.decoder, config.parallelism.grid)
+        way = cost_plan(config).cp_way
         parallelism = replace(parallelism, cp_attention=way)
     sequence = config.longest_sequence
     accumulation = small_accumulation(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import GeneralConfig, ModelConfig
 from kenotron_models import DecoderSpec, virtual_shards, whole_row_part
@@ -40,8 +39,6 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
             found += _tp(parallelism.tp, general.reproducible_max_tp, spec)
             if general.reproducible_max_cp > 1:
                 found += _chunks(general, parallelism, spec)
-        if general.reproducible_max_cp > 1:
-            found += _whole_samples(general.reproducible_max_cp, model, sections.get("doremi"))
     evaluate = sections.get("evaluate")
     if evaluate and evaluate.tasks and general.reproducible_max_cp > 1:
         rule = "tasks of evaluate score texts, which are not computed in chunks of a sample"
@@ -75,29 +72,20 @@ def _chunks(
     general: GeneralConfig, parallelism: ParallelismConfig, spec: DecoderSpec
 ) -> Iterator[str]:
     """Name settings that samples in chunks are not combined with."""
-    most = general.reproducible_max_cp
-    if (shards := virtual_shards(spec, general.reproducible_max_tp)) > 1:
-        rule = f"{shards} virtual shards are not combined with reproducible_max_cp ({most})"
-        yield _line("general.reproducible_max_tp", general.reproducible_max_tp, rule, 1)
+    most, shards = general.reproducible_max_cp, virtual_shards(spec, general.reproducible_max_tp)
     if part := whole_row_part(spec):
         rule = f"{part} is not computed in chunks of a sample"
         yield _line("general.reproducible_max_cp", most, rule, 1)
-    kinds = {block.mixer for block in spec.blocks}
-    shared = [m for m in kinds if isinstance(m, AttentionSpec) and m.kv_heads % parallelism.cp]
+    kinds = [m for m in {b.mixer for b in spec.blocks} if isinstance(m, AttentionSpec)]
+    if shards > 1 and any(m.qk_norm is not None and m.qk_norm_over == "width" for m in kinds):
+        rule = f"norms over all heads of {shards} virtual shards are not computed in chunks"
+        yield _line("general.reproducible_max_tp", general.reproducible_max_tp, rule, 1)
+    each = [max(m.kv_heads // shards, 1) for m in kinds]
+    shared = [heads for heads in each if heads % parallelism.cp]
     if parallelism.cp_attention == "ulysses" and shared:
-        rule = (
-            f"ranks share {shared[0].kv_heads} key heads and add their gradients in another order"
-        )
+        of = f" of each of {shards} virtual shards" if shards > 1 else ""
+        rule = f"ranks share {shared[0]} key heads{of} and add their gradients in another order"
         yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
-
-
-def _whole_samples(most: int, model: ModelConfig, doremi: DoReMiConfig | None) -> Iterator[str]:
-    """Name losses that are not computed in chunks of a sample."""
-    key = "general.reproducible_max_cp"
-    if model.mtp is not None:
-        yield _line(key, most, "model.mtp is not computed in chunks of a sample", 1)
-    if doremi is not None and doremi.is_proxy:
-        yield _line(key, most, "doremi's proxy run adds up whole samples", 1)
 
 
 def _tp(tp: int, most: int, spec: DecoderSpec) -> Iterator[str]:

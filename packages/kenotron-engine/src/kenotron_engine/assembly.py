@@ -49,10 +49,14 @@ class Model:
     pipeline: Pipeline
     chunk: int | None = None
     """Number of the virtual chunk whose loss is computed; None: there is one."""
+    used: Head | None = None
+    """The head of one use that several losses share; None: each has its own."""
 
     @property
     def head(self) -> Head | None:
         """The last layer, where this rank has it and it leaves its product to the loss."""
+        if self.used is not None:
+            return self.used
         head = dict(self.stack.named_modules()).get("head")
         if not isinstance(head, Head):
             return None
@@ -207,7 +211,7 @@ def build_model(
         )
     costs = layer_costs(plan.spec) if layers is None else None
     layers = decoder_layers(plan, mesh) if layers is None else layers
-    check_cut(plan.cp_mode, plan.spec, layers, mesh)
+    check_cut(plan.cp_mode, plan.spec, layers, mesh, plan.virtual_shards)
     check_balance(plan, mesh.sizes["pp"])
     # A step waits for its device itself, once.
     model = assemble(

@@ -21,8 +21,8 @@ from torch import Tensor
 from kenotron_cp import cut_sequence
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import MicroLoss, NextToken, Parts, losses_and_z
-from kenotron_engine.sample_order import check_whole_samples
 from kenotron_engine.sequence import NO_TARGET, Share
+from kenotron_models import Context
 
 COLUMNS = 4
 """Numbers of a row: its domain, its targets, and sums of cross entropy and of excess over them."""
@@ -48,8 +48,7 @@ class DomainObjective(NextToken):
 
     def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
         """See ``Objective``; ``count`` is a scalar, ``share`` of the rows of ``reference_MBS``."""
-        check_whole_samples(model.plan, "losses of domains")
-        axis, layout = model.mesh["cp"], model.plan.cp_mode.layout
+        axis, layout, chunk = model.mesh["cp"], model.plan.cp_mode.layout, model.model.chunk
         factors_k = torch.tensor(self.factors, dtype=torch.float64)
         if model.mesh.device.type == "cuda":  # a copy from pinned memory waits for nothing
             factors_k = factors_k.pin_memory()
@@ -62,7 +61,10 @@ class DomainObjective(NextToken):
             total, z = losses_and_z(model, x, labels, self.z_loss)
             first = microbatch * len(labels)  # reproducible micro-batches have one row
             own = reference_RS[first : first + len(labels)]
-            reference = cut_sequence(own, axis, layout=layout)
+            if chunk is None:
+                reference = cut_sequence(own, axis, layout=layout)
+            else:
+                reference = _of_chunk(own, share.contexts[microbatch], chunk)
             plain = (total.detach() - z.detach()).view_as(labels)  # (B, n)
             rows = _rows(plain, reference, labels != NO_TARGET)
             assert micro.sources_B is not None, "loaders tag every row"
@@ -80,6 +82,13 @@ class DomainObjective(NextToken):
     ) -> tuple[float, dict[str, Any]]:
         """Return the mean cross entropy, and losses by domain (see ``domain_losses``)."""
         return domain_losses(rows, self.names, self.factors)
+
+
+def _of_chunk(rows_BS: Tensor, context: Context, chunk: int) -> Tensor:
+    """Return the tokens (B, n) of a virtual chunk; padding, which has no target, has any value."""
+    assert context.cut is not None
+    places = context.cut.places_S.chunk(context.chunks)[chunk].clamp(max=rows_BS.shape[1] - 1)
+    return rows_BS[:, places.to(rows_BS.device)]
 
 
 def _rows(losses: Tensor, reference: Tensor, targets: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import token_losses
-from kenotron_engine.sample_order import check_whole_samples, one_by_one, rows_of_all
-from kenotron_engine.sequence import NO_TARGET
+from kenotron_engine.sample_order import one_by_one, rows_of_all
+from kenotron_engine.sequence import NO_TARGET, Share
 from kenotron_models import split_chunks
 
 
@@ -73,26 +73,40 @@ def batch_losses(model: ModelOnMesh, batch: Batch) -> Tensor:
     """Return the cross entropy of every token of this data rank's rows: (R, S) fp32, R = M * B.
 
     The same on every rank but those of dp; 0 without target. Nothing is dropped, and no gradient
-    is kept. Collective over pp, cp and tp. Raises ValueError for a model in virtual chunks.
+    is kept. Collective over pp, cp and tp.
     """
     mesh, plan = model.mesh, model.plan
-    check_whole_samples(plan, "losses of tokens")
     batch = one_by_one(batch) if plan.reproducible else batch
     share = model.share_of(batch.to(mesh.device))
     own = torch.zeros(
         len(batch), *share.micros[0].tokens_BS.shape, dtype=torch.float32, device=mesh.device
     )
 
+    parts = model.own_chunks(share)
+
     def loss(hidden: Tensor, microbatch: int) -> Tensor:
-        labels = share.micros[microbatch].labels_BS
-        own[microbatch] = token_losses(model, hidden, labels).view_as(labels)
+        chunks = split_chunks(hidden, len(parts)) if len(parts) > 1 else (hidden,)
+        each = zip(parts, chunks, strict=True)
+        own[microbatch] = torch.cat([_token_losses(*of, x, microbatch) for of, x in each], 1)
         return own[microbatch].sum()
 
     model.model.pipeline.evaluate(share.inputs, loss, share.contexts)
     # Only ranks with the last layer have seen a loss; zeros of the others change no bit.
     rows = all_reduce(own, mesh["pp"]).flatten(0, 1)
     sequence = batch.tokens_MBS.shape[-1]
-    return join_sequence(rows, mesh["cp"], sequence, layout=plan.cp_mode.layout)
+    if plan.virtual_chunks == 1:
+        return join_sequence(rows, mesh["cp"], sequence, layout=plan.cp_mode.layout)
+    cut, whole = share.contexts[0].cut, rows.new_zeros(len(rows), sequence)
+    assert cut is not None  # rows with chunks are cut
+    real = cut.places_S < sequence
+    whole[:, cut.places_S[real]] = rows[:, real]
+    return all_reduce(whole, mesh["cp"])  # others add zeros
+
+
+def _token_losses(model: ModelOnMesh, share: Share, x: Tensor, microbatch: int) -> Tensor:
+    """Losses (B, n) of a micro-batch's tokens, or of a virtual chunk of them."""
+    labels = share.micros[microbatch].labels_BS
+    return token_losses(model, x, labels).view_as(labels)
 
 
 def _row_sums(

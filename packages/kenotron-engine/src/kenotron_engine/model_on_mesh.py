@@ -42,7 +42,7 @@ class ModelOnMesh:
         ``count``: see there; a scalar of shape ().
         """
         plan = self.plan
-        how = dropout_key, count, plan.virtual_chunks
+        how = dropout_key, count, plan.virtual_chunks, plan.virtual_shards
         return share_of(plan.cp_mode, plan.spec, self.mesh, batch, *how)
 
     def own_chunks(self, share: Share) -> list[tuple[ModelOnMesh, Share]]:
@@ -53,6 +53,15 @@ class ModelOnMesh:
             (replace(self, model=replace(self.model, chunk=i)), chunk_of(share, i))
             for i in range(self.plan.virtual_chunks // self.mesh.sizes["cp"])
         ]
+
+    def with_one_use(self) -> ModelOnMesh:
+        """Return this model with one use of its head, whose gradients of several losses are one.
+
+        Without virtual chunks autograd adds them.
+        """
+        if self.model.chunk is None:
+            return self
+        return replace(self, model=replace(self.model, used=self.model.head))
 
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records."""

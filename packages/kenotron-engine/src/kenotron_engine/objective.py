@@ -218,15 +218,13 @@ class FurtherToken:
 
         Where ``share`` has no labels of the module, inputs are (T, D). ``count`` is a scalar.
         """
-        main = self.main.loss(model, share, count)
         if not share.further:
-            return main
-        added = sum_over(model, count)
+            return self.main.loss(model, share, count)
 
         def loss(x: Tensor, microbatch: int) -> Parts:
-            own, ahead = x.chunk(2)
-            total, reports, _ = main(own, microbatch)
-            further, _ = added(ahead, share.further[microbatch])
+            (own, ahead), one = x.chunk(2), model.with_one_use()
+            total, reports, _ = self.main.loss(one, share, count)(own, microbatch)
+            further, _ = sum_over(one, count)(ahead, share.further[microbatch])
             value = further.detach()
             return Parts(total + self.weight * (further - value), (*reports, value))
 

@@ -52,13 +52,13 @@ def check_sample_order(
 
 def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
     """Name what virtual chunks are not combined with, and whether it is given."""
-    chunks, spec, shared = plan.virtual_chunks, plan.spec, False
-    for mixer in {block.mixer for block in spec.blocks}:
-        shared |= isinstance(mixer, AttentionSpec) and mixer.kv_heads % cp > 0
+    chunks, shards, spec = plan.virtual_chunks, plan.virtual_shards, plan.spec
+    mixers = [m for m in {block.mixer for block in spec.blocks} if isinstance(m, AttentionSpec)]
+    shared = any(max(mixer.kv_heads // shards, 1) % cp for mixer in mixers)
+    over_all = any(m.qk_norm is not None and m.qk_norm_over == "width" for m in mixers)
     named = f"virtual_chunks = {chunks}"
     return {
-        f"{named} and mtp_weight": spec.mtp_weight > 0,
-        f"{named} and virtual_shards = {plan.virtual_shards}": plan.virtual_shards > 1,
+        f"{named}, virtual_shards = {shards} and norms over all heads": shards > 1 and over_all,
         f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
         f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
         f"{named} and ulysses, whose ranks share key heads": shared

@@ -75,6 +75,7 @@ def share_of(
     dropout_key: int | None = None,
     count: Tensor | None = None,
     virtual: int = 1,
+    shards: int = 1,
 ) -> Share:
     """Return this rank's part of its micro-batches; nothing is communicated.
 
@@ -87,6 +88,7 @@ def share_of(
         count: tokens of the global batch but padding, by which losses of layers are divided, a
             scalar; without it layers add none, and only the next token is predicted.
         virtual: C, virtual ranks of cp; where a rank has several, its tokens are theirs in turn.
+        shards: virtual ranks of tp; see ``way_of``.
 
     Returns:
         Micro-batches and contexts. The head's product is left to the loss. Padding, at the end of
@@ -108,14 +110,12 @@ def share_of(
         ]  # fmt: skip
         return Share(micros, made, [labels for _, labels in further])
     # Cut: tokens, labels, padding and what is predicted next are cut in the same way.
-    way, layout, ranks = way_of(mode, spec, mesh.sizes), mode.layout, _virtual_axes(axis, virtual)
+    way = way_of(mode, spec, mesh.sizes, shards)
+    layout, ranks = mode.layout, _virtual_axes(axis, virtual)
     if virtual > 1:  # strips of attention are those of as many ranks
-        strips = [mode.cut(len(micro.tokens_BS[0]), virtual).strips for micro in micros]
-        layout = replace(layout, strips=strips[0])
-    own, cut = (
-        [_cut(each, ranks, layout) for each in micros],
-        partial(_cut_over, ranks=ranks, layout=layout),
-    )
+        layout = replace(layout, strips=mode.cut(micros[0].tokens_BS.shape[1], virtual).strips)
+    cut = partial(_cut_over, ranks=ranks, layout=layout)
+    own = [_cut(each, ranks, layout) for each in micros]
     contexts = [
         Context(
             part.positions_BS, part.samples_B, dropout_key, to_loss=True,
@@ -167,7 +167,8 @@ def chunk_of(share: Share, number: int) -> Share:
                 positions_BS=micro.positions_BS[:, own],
             )
         )
-    return share._replace(micros=parts)
+    further = [labels.chunk(share.contexts[0].chunks, 1)[number] for labels in share.further]
+    return share._replace(micros=parts, further=further)
 
 
 def _virtual_axes(axis: Axis, virtual: int) -> list[Axis]:
@@ -209,8 +210,12 @@ def _on_host(micro: MicroBatch) -> Tensor:
     return micro.positions_BS.cpu() if kept is None else kept
 
 
-def way_of(mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int]) -> AttentionWay:
+def way_of(
+    mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int], shards: int = 1
+) -> AttentionWay:
     """Return what ``auto`` means for a model on axes of these sizes.
+
+    With virtual ranks of tp, ``shards``, each of them mixes its heads by itself.
 
     Ulysses where it divides query and key heads of all layers and sends less than the ring: with H
     query and G key heads it sends (2H + 2G) (c-1)/c features of a token, the ring 3/4 (c-1) 2G on
@@ -221,7 +226,7 @@ def way_of(mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int]) -> Attenti
         return mode.way
     if not spec.blocks:
         return "ring"
-    ranks, tp = sizes["cp"], sizes["tp"]
+    ranks, tp = sizes["cp"], max(sizes["tp"], shards)
     for mixer in {block.mixer for block in spec.blocks}:
         if not isinstance(mixer, AttentionSpec):
             continue
@@ -233,14 +238,18 @@ def way_of(mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int]) -> Attenti
 
 
 def check_cut(
-    mode: CPMode, spec: DecoderSpec, layers: Sequence[tuple[str, nn.Module]], mesh: Mesh
+    mode: CPMode,
+    spec: DecoderSpec,
+    layers: Sequence[tuple[str, nn.Module]],
+    mesh: Mesh,
+    shards: int = 1,
 ) -> None:
     """Raise ValueError for layers that need whole rows, and for heads that Ulysses cannot divide.
 
     ``layers``: all layers of the model by name. One that is no part of ``kenotron_models`` says by
-    ``cuts_sequence = True`` that it reads ``Context.cut``.
+    ``cuts_sequence = True`` that it reads ``Context.cut``. ``shards``: see ``way_of``.
     """
-    ranks, tp = mesh.sizes["cp"], mesh.sizes["tp"]
+    ranks, tp = mesh.sizes["cp"], max(mesh.sizes["tp"], shards)
     if ranks == 1:
         return
     for name, layer in layers:

@@ -1,7 +1,7 @@
 """One training step: forward and backward, norm, update, and one read of the device.
 
 Shapes: M micro-batches, B rows of a micro-batch, G rows of the global batch, S sequence, r reports
-and c numbers of a row, as the objective has them.
+and c numbers of a row, as the objective has them; C virtual chunks of a row, 1 without them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kenotron_dist import Mesh, all_gather, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.expert_load import balance_experts, expert_figures, forget_loads
-from kenotron_engine.objective import MicroLoss, Objective, Parts
+from kenotron_engine.objective import Objective, Parts
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
 from kenotron_engine.training import Training
 from kenotron_models import split_chunks
@@ -188,15 +188,17 @@ def gradient(
     counts, factor = goal.counts(batch, mesh), state.loss_factor
     count = counts[0].double() / factor
     key = counter_key(training.plan.seed, "dropout", step)
-    rows = batch.tokens_MBS.new_zeros((*batch.samples_MB.shape, goal.columns), dtype=torch.float64)
+    shape = *batch.samples_MB.shape, training.plan.virtual_chunks, goal.columns
+    rows = batch.tokens_MBS.new_zeros(shape, dtype=torch.float64)
 
     def run(batch: Batch, count: Tensor) -> tuple[Tensor, list[Tensor]]:
         share = training.share_of(batch, key, counts[1].double() / factor)
         parts_of = [goal.loss(*part, count) for part in training.own_chunks(share)]
+        first = mesh["cp"].rank * len(parts_of) if len(parts_of) < shape[2] else 0
         reports = list[Tensor]()
 
-        def chunk_loss(of_micro: MicroLoss, x: Tensor, microbatch: int) -> Tensor:
-            if not isinstance(parts := of_micro(x, microbatch), Parts):
+        def chunk_loss(x: Tensor, microbatch: int, chunk: int = 0) -> Tensor:
+            if not isinstance(parts := parts_of[chunk](x, microbatch), Parts):
                 raise TypeError(
                     f"the loss of {type(goal).__name__} returned {type(parts).__name__}: return "
                     "Parts(total), see Objective.loss"
@@ -205,14 +207,14 @@ def gradient(
                 own = [each.detach().float()[None] for each in sums]
                 reports.append(torch.cat(own) if len(own) > 1 else own[0])
             if parts.rows is not None:
-                rows[microbatch] += parts.rows.detach()
+                rows[microbatch, :, first + chunk] += parts.rows.detach()
             return parts.total
 
         def own_loss(x: Tensor, microbatch: int) -> Tensor:
             if training.plan.virtual_chunks == 1:
-                return chunk_loss(parts_of[0], x, microbatch)
-            chunks = zip(parts_of, split_chunks(x, len(parts_of)), strict=True)
-            return torch.stack([chunk_loss(*chunk, microbatch) for chunk in chunks]).sum()
+                return chunk_loss(x, microbatch)
+            chunks = enumerate(split_chunks(x, len(parts_of)))
+            return torch.stack([chunk_loss(own, microbatch, i) for i, own in chunks]).sum()
 
         return training.model.pipeline.run(share.inputs, own_loss, share.contexts), reports
 
@@ -259,14 +261,16 @@ def _sums(
     return loss, own
 
 
-def _gathered_rows(batch: Batch, rows_MBc: Tensor, mesh: Mesh) -> Tensor:
+def _gathered_rows(batch: Batch, rows_MBCc: Tensor, mesh: Mesh) -> Tensor:
     """The source of each row of the global batch and its numbers: (G, 1 + c), on every rank.
 
-    ``rows_MBc``: zeros on ranks without the last layer. Collective over the mesh.
+    ``rows_MBCc``: of each chunk; zeros on ranks without it, or without the last layer. Collective
+    over the mesh.
     """
     sources = batch.sources_MB
     tags = torch.zeros_like(batch.samples_MB) if sources is None else sources
-    own = all_reduce(all_reduce(rows_MBc, mesh["cp"]), mesh["pp"]).flatten(0, 1)
+    own = all_reduce(all_reduce(rows_MBCc, mesh["cp"]), mesh["pp"]).flatten(0, 1)
+    own = sum_of_rows(own.transpose(0, 1))
     tagged = torch.cat([tags.flatten()[:, None].double(), own], dim=1)
     # One rank's for all: what is decided from them cannot differ between ranks.
     return broadcast(all_gather(tagged, mesh["dp"]), mesh.world)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_models.attention_backends import keep_out_of_programs
-from kenotron_models.block_in_chunks import block_in_chunks
+from kenotron_models.block_in_chunks import Divided, block_in_chunks
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features
@@ -145,6 +145,10 @@ class Block(nn.Module):
         part = self.get_submodule(name)
         assert isinstance(part, Part)
         return part
+
+    def divided(self, name: str, part: Part) -> Divided:
+        """Return the part ``name``, or a copy of it, as virtual ranks of tp compute it."""
+        return Divided([part], lambda x: [x], lambda found: found[0])
 
     def _layer(self, x: Tensor, context: Context) -> Tensor:
         if context.chunks:

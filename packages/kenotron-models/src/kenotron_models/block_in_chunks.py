@@ -1,18 +1,22 @@
 """A block whose tokens are computed chunk by chunk, and together in attention alone.
 
-Shapes: T tokens of this rank in k chunks (``virtual_chunks``), B = 1 row, H query heads.
+A part of each chunk may be computed in virtual shards (``block_in_shards``): attention then mixes
+the chunks of one shard after those of another.
+
+Shapes: T tokens of this rank in k chunks (``virtual_chunks``) of n, B = 1 row, H query heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kenotron_models.attention import Attention
 from kenotron_models.context import Context
+from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute, whole
 from kenotron_models.virtual_chunks import (
     by_chunk,
@@ -25,6 +29,17 @@ from kenotron_models.virtual_chunks import (
 )
 
 
+class Divided(NamedTuple):
+    """A part as virtual ranks of tp compute it; one alone is the part itself."""
+
+    pieces: Sequence[Any]
+    """The part of each virtual rank of this rank."""
+    enter: Callable[[Tensor], Sequence[Tensor]]
+    """Makes of the part's input that of each piece."""
+    leave: Callable[[Sequence[Tensor]], Tensor]
+    """Makes of the outputs of the pieces that of the part."""
+
+
 class Parted(Protocol):
     """A block: its parts by name, and what it computes again."""
 
@@ -34,6 +49,10 @@ class Parted(Protocol):
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a part, or a norm of one."""
+        ...
+
+    def divided(self, name: str, part: Part) -> Divided:
+        """Return the part ``name``, or a copy of it, as virtual ranks compute it."""
         ...
 
     def drop(self, x: Tensor, context: Context, part: str) -> Tensor:
@@ -62,12 +81,17 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
     )
     pairs = zip(norms, split_chunks(x, count), strict=True)
     xs = [norm.forward(part) for norm, part in pairs]
-    first = parts[0]
-    if isinstance(first, Attention):
-        ys = _mixed(parts, xs, contexts, context)
-    else:
-        each = zip(parts, xs, contexts, strict=True)
-        ys = [part.forward(own, of_chunk) for part, own, of_chunk in each]
+    divided = [block.divided(name, part) for part in parts]
+    entered = [each.enter(own) for each, own in zip(divided, xs, strict=True)]
+    found = []
+    for shard, first in enumerate(divided[0].pieces):
+        pieces, own = [each.pieces[shard] for each in divided], [each[shard] for each in entered]
+        if isinstance(first, Attention):
+            found.append(_mixed(pieces, own, contexts, context))
+        else:
+            each = zip(pieces, own, contexts, strict=True)
+            found.append([piece.forward(of_it, chunk) for piece, of_it, chunk in each])
+    ys = [each.leave(own) for each, own in zip(divided, zip(*found, strict=True), strict=True)]
     y = join_chunks([post.forward(part) for post, part in zip(posts, ys, strict=True)])
     return block.drop(y, context, name)
 

@@ -9,7 +9,7 @@ Shapes: T flattened tokens, D hidden; k = n/t virtual shards of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from kenotron_dist import Axis
 from kenotron_dist.placement import Partial, Placements, Shard
 from kenotron_models.block import Block, BlockSpec
+from kenotron_models.block_in_chunks import Divided, block_in_chunks
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.experts import Experts
@@ -69,9 +70,17 @@ class BlockInShards(Block):
             for part in spec.parts
         }
 
+    def divided(self, name: str, part: Part) -> Divided:
+        """See ``Block``."""
+        return self._shards[name].divided(part)
+
     def _layer(self, x: Tensor, context: Context) -> Tensor:
         if self._cut:
             x = join_tokens(x, self.axis, context.positions_BS.numel())
+        x = block_in_chunks(self, x, context) if context.chunks else self._parts(x, context)
+        return split_tokens(x, self.axis) if self._cut and not self._last else x
+
+    def _parts(self, x: Tensor, context: Context) -> Tensor:
         for name in self.parts:
             norm, after = (self.get_submodule(f"{name}_{each}") for each in ("norm", "post_norm"))
             run = partial(self._shards[name], norm=norm, again=self.recompute == "selective")
@@ -79,7 +88,7 @@ class BlockInShards(Block):
             again = self.recompute == alone and torch.is_grad_enabled()
             y = whole(run, x, context) if again else run(x, context)
             x = x + self.drop(after(y), context, name)
-        return split_tokens(x, self.axis) if self._cut and not self._last else x
+        return x
 
 
 class PartInShards:
@@ -127,26 +136,36 @@ class PartInShards:
             norm: of x.
             again: whether what is cheap in the part is computed again in the backward.
         """
-        own = {name: self._slices(name) for name in self._cuts}
+        pieces, enter, leave = self.divided(self._part)
         more = {"norm": _same} if again else {}
-        parts = [
-            with_values(virtual, {name: values[i] for name, values in own.items()})
-            for i, virtual in enumerate(self._virtual)
-        ]
-        pairs = zip(parts, to_shards(norm(x), self._count, self._axis), strict=True)
+        pairs = zip(pieces, enter(norm(x)), strict=True)
         if self._virtual[0].adds_inside:
-            begun = [part.begin(each, context, **more) for part, each in pairs]
+            begun = [piece.begin(each, context, **more) for piece, each in pairs]
             total = from_shards([each for each, _ in begun], self._axis)
             known = to_shards(self._part.of_sum(total, self._of_all), self._count, self._axis)
             found = [finish(each) for (_, finish), each in zip(begun, known, strict=True)]
         else:
-            found = [part(each, context, **more) for part, each in pairs]
-        y = from_shards(found, self._axis)
-        return y if self._bias is None else y + self._part.get_parameter(self._bias)
+            found = [piece(each, context, **more) for piece, each in pairs]
+        return leave(found)
 
-    def _slices(self, name: str) -> tuple[Tensor, ...]:
+    def divided(self, part: Part) -> Divided:
+        """Return a part with the parameters of this rank's, or with copies of them."""
+        given = dict(part.named_parameters())
+        own = {name: self._slices(given[name], name) for name in self._cuts}
+        pieces = [
+            with_values(virtual, {name: parts[i] for name, parts in own.items()})
+            for i, virtual in enumerate(self._virtual)
+        ]
+
+        def leave(found: Sequence[Tensor]) -> Tensor:
+            y = from_shards(found, self._axis)
+            return y if self._bias is None else y + given[self._bias]
+
+        return Divided(pieces, partial(to_shards, count=self._count, axis=self._axis), leave)
+
+    def _slices(self, parameter: Tensor, name: str) -> tuple[Tensor, ...]:
         """Values of a parameter for each virtual rank."""
-        parameter, cut = self._part.get_parameter(name), self._cuts[name]
+        cut = self._cuts[name]
         if cut is None:
             return to_shards(parameter, self._count, self._axis)
         return shards_of(parameter, *cut, self._count, self._axis)

@@ -53,8 +53,16 @@ class Embedding(VocabParallelEmbedding):
 
         Raises IndexError for a position outside the table of learned ones.
         """
-        if context is not None and context.chunks:
-            return in_chunks(self, ids, context)
+        if context is None or not context.chunks:
+            x = self._embed(ids, context, sequence_parallel=sequence_parallel)
+        else:
+            x = in_chunks(self, ids, context, Embedding._embed)
+        return split_tokens(x, self.axis) if self.cuts_after and context is not None else x
+
+    def _embed(
+        self, ids: Tensor, context: Context | None, *, sequence_parallel: bool | None = None
+    ) -> Tensor:
+        """All tokens (T, D), whatever is cut after the layer; see ``forward``."""
         x = super().forward(ids, sequence_parallel=sequence_parallel)
         if self.in_fp32:  # what is added to it is fp32, too
             x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -65,8 +73,9 @@ class Embedding(VocabParallelEmbedding):
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         if self.positions is not None:
             x = x + self._places(context, len(x) if cut else None)
-        x = drop_features(x, self.dropout, context, "embedding", self.axis, sequence_parallel=cut)
-        return split_tokens(x, self.axis) if self.cuts_after else x
+        return drop_features(
+            x, self.dropout, context, "embedding", self.axis, sequence_parallel=cut
+        )
 
     def _places(self, context: Context, rows: int | None) -> Tensor:
         """Learned positions (T, D), or those of this rank's ``rows`` tokens."""

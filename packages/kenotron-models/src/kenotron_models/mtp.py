@@ -23,6 +23,7 @@ from kenotron_models.context import Context
 from kenotron_models.embedding import Embedding
 from kenotron_models.recompute import Recompute
 from kenotron_models.spec import DecoderSpec
+from kenotron_models.virtual_chunks import in_chunks, join_chunks, split_chunks
 from kenotron_tp import matmul
 
 MTP = "mtp.0"
@@ -90,13 +91,29 @@ class MultiTokenPrediction(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(T, D) -> (2T, D): x, then what predicts the token after the next of each token.
 
-        Without ``Context.next_tokens_BS`` nothing is predicted, and the result is x.
+        Without ``Context.next_tokens_BS`` nothing is predicted, and the result is x. Of virtual
+        chunks each has both, one chunk after the other.
         """
         if context.next_tokens_BS is None:
             return x
+        if context.chunks:
+            return self._in_chunks(x, context.next_tokens_BS.flatten(), context)
         following = self.embedding(context.next_tokens_BS.flatten())
         both = torch.cat([self.hidden_norm(x), self.embedding_norm(following)], -1)  # (T, 2D)
         return torch.cat([x, self.block(self.projection(both).to(x.dtype), context)])
+
+    def _in_chunks(self, x: Tensor, ids: Tensor, context: Context) -> Tensor:
+        """x (T, D) and following tokens (T,) -> (2T, D): of each chunk first x, then the result."""
+        following = in_chunks(self.embedding, ids, context, _alone)
+        norms = self.hidden_norm(x, context), self.embedding_norm(following, context)
+        projected = in_chunks(self.projection, torch.cat(norms, -1), context, _alone).to(x.dtype)
+        both = (split_chunks(each, context.chunks) for each in (x, self.block(projected, context)))
+        return join_chunks([torch.cat(pair) for pair in zip(*both, strict=True)])
+
+
+def _alone(layer: nn.Module, x: Tensor, context: Context) -> Tensor:
+    """Return what a layer makes of x, of any shape, that reads no context."""
+    return layer.forward(x)
 
 
 def mtp_work(spec: DecoderSpec) -> list[float]:

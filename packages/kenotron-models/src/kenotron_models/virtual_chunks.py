@@ -11,12 +11,12 @@ in the order of the sequence: all T, or on one rank those that are no padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kenotron_dist.separate_uses import separate_use
 from kenotron_models.context import Context
@@ -64,14 +64,23 @@ def copies_by_chunk(module: Module, count: int) -> list[Module]:
     ]
 
 
-def in_chunks(layer: nn.Module, x: Tensor, context: Context) -> Tensor:
-    """Return what a layer that treats each token alone makes of x (T, ...), chunk by chunk."""
+def in_chunks(
+    layer: Module,
+    x: Tensor,
+    context: Context,
+    run: Callable[[Module, Tensor, Context], Tensor] | None = None,
+) -> Tensor:
+    """Return what a layer that treats each token alone makes of x (T, ...), chunk by chunk.
+
+    ``run``: a method of its class; None: ``forward``.
+    """
+    run = type(layer).forward if run is None else run
     count = context.chunks
     copies, parts = copies_by_chunk(layer, count), split_chunks(x, count)
     contexts = contexts_of_chunks(context)
     # Hooks of the layer have run.
     each = zip(copies, parts, contexts, strict=True)
-    return join_chunks([copy.forward(part, own) for copy, part, own in each])
+    return join_chunks([run(copy, part, own) for copy, part, own in each])
 
 
 def contexts_of_chunks(context: Context) -> list[Context]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kenotron_models.attention import AttentionSpec
+from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.spec import DecoderSpec
 
@@ -15,7 +16,7 @@ def whole_row_part(spec: DecoderSpec) -> str:
     """Name what in a model cannot be computed in virtual chunks; empty: all of it can."""
     for block in dict.fromkeys(spec.blocks):
         mixer, other = block.mixer, block.feed_forward
-        if mixer is not None and type(mixer) is not AttentionSpec:
+        if mixer is not None and type(mixer) not in (AttentionSpec, LatentAttentionSpec):
             return f"a mixer of kind {mixer.name} ({type(mixer).__name__})"
         if isinstance(mixer, AttentionSpec) and mixer.sinks:
             return "attention with sinks"

@@ -1,0 +1,128 @@
+"""Blocks in virtual chunks and virtual shards: the same bits on every cp and tp."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_models_block_in_shards import BLOCKS, WIDTH, draw
+from torch import Tensor
+
+from kenotron_cp import AttentionWay, Cut, Layout
+from kenotron_dist import Axis, GridView, Mesh
+from kenotron_dist.boxes import scatter
+from kenotron_dist.placement import TensorLayout, parameter_layouts
+from kenotron_dist.separate_uses import set_use_receiver
+from kenotron_dist.testing import on_ranks
+from kenotron_models import Build, Context, Recompute, SequenceCut
+from kenotron_models.block_in_shards import BlockInShards
+from kenotron_models.layers import Block
+
+SEQUENCE, VIRTUAL, SHARDS = 37, 4, 4
+LATENT = replace(BLOCKS["latent"].mixer, head_dim=12)
+IN_CHUNKS = {
+    "attention": BLOCKS["attention"],
+    "gate": BLOCKS["gate"],
+    "latent": replace(BLOCKS["latent"], mixer=LATENT),
+}
+
+
+class Found(NamedTuple):
+    """What one rank computes."""
+
+    outputs: dict[int, Tensor]
+    """Of each token, by its place in the row: first the output, then the input's gradient."""
+    gradients: dict[tuple[int, str], Tensor]
+    """Of this rank's part of each parameter, by virtual chunk and name."""
+
+
+def layouts_of(block: Block, tp: int) -> dict[str, TensorLayout]:
+    return parameter_layouts(block, {"tp": tp, "ep": 1}, lambda _: 0)
+
+
+def fill(block: Block, tp: Axis, dtype: torch.dtype) -> None:
+    layouts = layouts_of(block, tp.size)
+    block.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            whole = 0.5 * draw(name, *layouts[name].shape) + (parameter.ndim == 1)
+            parameter.copy_(scatter(whole.to(dtype), layouts[name], view(tp.size, tp.rank)))
+
+
+def view(ranks: int, rank: int) -> GridView:
+    return GridView({"tp": ranks}, {"tp": rank})
+
+
+def computed(
+    mesh: Mesh, name: str, dtype: torch.dtype, way: AttentionWay, recompute: Recompute
+) -> Found:
+    torch.set_num_threads(1)
+    cp, tp = mesh["cp"], mesh["tp"]
+    build = Build(tp, dtype=dtype, shards=SHARDS)
+    block = BlockInShards(IN_CHUNKS[name], WIDTH, build, recompute=recompute)
+    fill(block, tp, dtype)
+    layout = Layout(strips=Cut(SEQUENCE, VIRTUAL, Layout()).strips)
+    positions = torch.arange(SEQUENCE) - 20 * (torch.arange(SEQUENCE) >= 20)  # two documents
+    cut = SequenceCut(cp, positions[None], way=way, layout=layout, virtual=VIRTUAL)
+    places, chunks = cut.places_S, VIRTUAL // cp.size
+    padded = torch.cat([positions, torch.zeros(64, dtype=torch.int64)])
+    context = Context(padded[places][None], cut=cut, chunks=chunks)
+    found: dict[tuple[int, str], Tensor] = {}
+    for path, parameter in block.named_parameters():
+
+        def receive(number: int, gradient: Tensor, path: str = path) -> None:
+            found[cp.rank * chunks + number, path] = gradient
+
+        set_use_receiver(parameter, receive)
+    rows = [draw(each, SEQUENCE + 64, WIDTH).to(dtype)[places] for each in "xy"]
+    x = rows[0].requires_grad_()
+    y = block(x, context)
+    y.backward(rows[1] * (places < SEQUENCE)[:, None])
+    assert x.grad is not None and len(found) == chunks * len(list(block.parameters()))
+    each = zip(places.tolist(), torch.stack([y.detach(), x.grad], 1), strict=True)
+    return Found({place: row for place, row in each if place < SEQUENCE}, found)
+
+
+@functools.cache
+def alone(name: str, dtype: torch.dtype) -> Found:
+    [found] = on_ranks(computed, name, dtype, "ring", "none")
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dtype) -> None:
+    want = alone(name, dtype)
+    build = Build(Axis.solo("tp"), dtype=dtype, shards=SHARDS)
+    layouts = layouts_of(BlockInShards(IN_CHUNKS[name], WIDTH, build), 1)
+    for cp, tp, way, recompute in (
+        (1, 4, "ring", "full"), (2, 2, "gather", "mixer"), (4, 1, "ring", "selective"),
+    ):  # fmt: skip
+        ranks = on_ranks(computed, name, dtype, way, recompute, cp=cp, tp=tp)
+        for rank, got in enumerate(ranks):
+            assert all(torch.equal(row, want.outputs[at]) for at, row in got.outputs.items())
+            for (chunk, path), gradient in got.gradients.items():
+                own = scatter(want.gradients[chunk, path], layouts[path], view(tp, rank % tp))
+                assert torch.equal(gradient, own), (cp, tp, chunk, path)
+        assert set().union(*(got.outputs for got in ranks)) == {*range(SEQUENCE)}
+
+
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_the_numbers_are_those_of_an_ordinary_block(name: str) -> None:
+    block = Block(IN_CHUNKS[name], WIDTH, Build(Axis.solo("tp"), dtype=torch.float32))
+    fill(block, Axis.solo("tp"), torch.float32)
+    x, grad = (draw(each, SEQUENCE + 64, WIDTH)[:SEQUENCE] for each in "xy")
+    positions = torch.arange(SEQUENCE) - 20 * (torch.arange(SEQUENCE) >= 20)
+    y = block(x.requires_grad_(), Context(positions[None]))
+    y.backward(grad)
+    found = alone(name, torch.float32)
+    assert x.grad is not None
+    want = torch.stack([y.detach(), x.grad], 1)
+    got = torch.stack([found.outputs[place] for place in range(SEQUENCE)])
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    for path, parameter in block.named_parameters():
+        total = torch.stack([found.gradients[n, path] for n in range(VIRTUAL)]).sum(0)
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-3, atol=1e-3)
