@@ -9,7 +9,7 @@ Shapes: T tokens of this rank in k chunks (``virtual_chunks``) of n, B = 1 row, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
     )
     pairs = zip(norms, split_chunks(x, count), strict=True)
     xs = [norm.forward(part) for norm, part in pairs]
-    divided = [block.divided(name, part) for part in parts]
+    divided = [block.divided(name, cast(Part, part)) for part in parts]
     entered = [each.enter(own) for each, own in zip(divided, xs, strict=True)]
     found = []
     for shard, first in enumerate(divided[0].pieces):

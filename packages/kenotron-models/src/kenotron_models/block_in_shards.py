@@ -72,7 +72,9 @@ class BlockInShards(Block):
 
     def divided(self, name: str, part: Part) -> Divided:
         """See ``Block``."""
-        return self._shards[name].divided(part)
+        made = self._shards[name]
+        assert isinstance(made, PartInShards)  # experts are refused in chunks
+        return made.divided(part)
 
     def _layer(self, x: Tensor, context: Context) -> Tensor:
         if self._cut:

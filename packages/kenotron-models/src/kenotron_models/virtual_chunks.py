@@ -74,13 +74,16 @@ def in_chunks(
 
     ``run``: a method of its class; None: ``forward``.
     """
-    run = type(layer).forward if run is None else run
     count = context.chunks
     copies, parts = copies_by_chunk(layer, count), split_chunks(x, count)
     contexts = contexts_of_chunks(context)
     # Hooks of the layer have run.
     each = zip(copies, parts, contexts, strict=True)
-    return join_chunks([run(copy, part, own) for copy, part, own in each])
+    return join_chunks([(run or _forward)(copy, part, own) for copy, part, own in each])
+
+
+def _forward(layer: Module, x: Tensor, context: Context) -> Tensor:
+    return layer.forward(x, context)
 
 
 def contexts_of_chunks(context: Context) -> list[Context]:
