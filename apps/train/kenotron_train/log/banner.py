@@ -71,16 +71,7 @@ def introduce(
         buckets = len(training.grads.buckets)
         report.say(f"Gradients are summed over dp in {buckets} bucket{'s' * (buckets != 1)}")
     if found := saved.conditions:
-        report.say(
-            "Reproducible: each sample is computed alone, and gradients are added in one tree over "
-            f"the global batch; {described(found)}"
-        )
-        if mesh.device.type != "cpu":
-            report.say(
-                "general.reproducible: true was given on GPUs, where layouts have not been "
-                "compared yet: see `verify`, which compares yours to the bit",
-                "warning",
-            )
+        _say_reproducible(report, mesh, described(found))
     if section.checkpointing_engine == "datastates":
         own = section.datastates or DataStatesConfig()
         report.say(
@@ -94,6 +85,19 @@ def introduce(
     if remark:
         loses = any(words in remark for words in ("passed over ", ": samples may come twice"))
         report.say(remark, "warning" if loses else "info")
+
+
+def _say_reproducible(report: Report, mesh: Mesh, conditions: str) -> None:
+    report.say(
+        "Reproducible: each sample is computed alone, and gradients are added in one tree over "
+        f"the global batch; {conditions}"
+    )
+    if mesh.device.type != "cpu":
+        report.say(
+            "general.reproducible: true was given on GPUs, where layouts have not been compared "
+            "yet: see `verify`, which compares yours to the bit",
+            "warning",
+        )
 
 
 def _stage(stage: DatasetStageConfig) -> str:
