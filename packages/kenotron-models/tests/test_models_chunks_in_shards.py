@@ -23,10 +23,12 @@ from kenotron_models.layers import Block
 
 SEQUENCE, VIRTUAL, SHARDS = 37, 4, 4
 LATENT = replace(BLOCKS["latent"].mixer, head_dim=12)
+MANY_HEADS = replace(BLOCKS["attention"].mixer, heads=8, kv_heads=8)
 IN_CHUNKS = {
     "attention": BLOCKS["attention"],
     "gate": BLOCKS["gate"],
     "latent": replace(BLOCKS["latent"], mixer=LATENT),
+    "two key heads of a shard": replace(BLOCKS["attention"], mixer=MANY_HEADS),
 }
 
 
@@ -98,8 +100,9 @@ def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dty
     want = alone(name, dtype)
     build = Build(Axis.solo("tp"), dtype=dtype, shards=SHARDS)
     layouts = layouts_of(BlockInShards(IN_CHUNKS[name], WIDTH, build), 1)
+    over_heads = "ulysses" if IN_CHUNKS[name].mixer == MANY_HEADS else "gather"
     for cp, tp, way, recompute in (
-        (1, 4, "ring", "full"), (2, 2, "gather", "mixer"), (4, 1, "ring", "selective"),
+        (1, 4, "ring", "full"), (2, 2, over_heads, "mixer"), (4, 1, "ring", "selective"),
     ):  # fmt: skip
         ranks = on_ranks(computed, name, dtype, way, recompute, cp=cp, tp=tp)
         for rank, got in enumerate(ranks):
