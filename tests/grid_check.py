@@ -129,6 +129,7 @@ def elsewhere(row: Row, most: int) -> Row:
         and sizes != row.sizes
         and GLOBAL_BATCH % (sizes[1] * row.micro) == 0
     ]
+    keeps = keeps and any(sizes[1:] == row.sizes[1:] for sizes in possible)  # dp 3 has none
     fitting = [sizes for sizes in possible if (sizes[1:] == row.sizes[1:]) == keeps]
     pp, dp, tp = sizes = fitting[choice // 2 % len(fitting)]
     others = [kind for kind in AXES["recompute"] if kind != row.recompute]

@@ -10,6 +10,7 @@ from kenotron_config import GeneralConfig, ModelConfig, ParallelismConfig
 from kenotron_dist import Mesh, all_reduce
 from kenotron_dist.rng import key
 from kenotron_engine import Conditions, process_conditions
+from kenotron_models import virtual_shards
 
 
 def conditions(
@@ -23,8 +24,10 @@ def conditions(
         return None
     names = ("cp_layout", "cp_block") if general.reproducible_max_cp > 1 else ()
     chunks = {name: getattr(parallelism, name) for name in names}
+    spec = model.model_config.decoder
     return {
         "max_tp": general.reproducible_max_tp,
+        "virtual_shards": virtual_shards(spec, general.reproducible_max_tp),
         "max_cp": general.reproducible_max_cp,
         **chunks,
         "vocab_multiple": model.make_vocab_size_divisible_by,

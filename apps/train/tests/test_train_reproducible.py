@@ -123,6 +123,9 @@ def test_conditions_are_compared() -> None:
     assert f"device was {GPU} and is cpu: bits may change" in told
     older = {name: value for name, value in now.items() if name != "device"}
     assert changed_conditions(older, now) == ""
+    older.pop("virtual_shards")
+    told = "virtual_shards was not recorded and is 4: bits may change"
+    assert told in changed_conditions(older, now)
 
 
 def test_with_chunks_the_order_of_tokens_is_a_condition() -> None:
@@ -148,9 +151,20 @@ def computed(mesh: Mesh, scores: bool, saved: dict[str, Any]) -> tuple[int, int,
     ("axes", "scores", "changes", "found"),
     [
         ({"tp": 2}, True, {"torch": "1.0"}, (4, 1, "torch was 1.0 and is ")),
-        ({"tp": 2}, True, {"max_tp": 1}, (1, 1, "tp 2 does not divide the 1 virtual shards")),
+        (
+            {"tp": 2},
+            True,
+            {"max_tp": 1, "virtual_shards": 1},
+            (1, 1, "tp 2 does not divide the 1 virtual shards"),
+        ),
+        ({}, True, {"virtual_shards": 2}, (2, 1, "")),
         ({"cp": 2}, False, {}, (1, 1, "cp 2 does not divide the 1 virtual chunks")),
-        ({"cp": 2}, False, {"max_cp": 2, "max_tp": 1, "cp_block": 8}, (1, 2, "")),
+        (
+            {"cp": 2},
+            False,
+            {"max_cp": 2, "max_tp": 1, "virtual_shards": 1, "cp_block": 8},
+            (1, 2, ""),
+        ),
         ({}, True, {"device": GPU}, (1, 1, f"the device is cpu, and was {GPU}")),
         ({"cp": 2, "tp": 2}, False, {"max_cp": 2}, (4, 2, "")),
         ({}, True, {"max_cp": 2, "max_tp": 1}, (1, 1, "texts are not scored in chunks")),

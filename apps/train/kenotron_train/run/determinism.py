@@ -12,8 +12,10 @@ _WITHOUT = "does not have a deterministic implementation"
 
 
 @contextmanager
-def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+def deterministic_algorithms(wanted: bool, key: str = "deterministic") -> Iterator[None]:
     """Let torch and cuDNN compute with deterministic algorithms only; no-op unless ``wanted``.
+
+    ``key`` of the section general asks for it.
 
     cuBLAS takes its part from the environment, before CUDA starts: see ``kenotron_dist.start``.
 
@@ -33,8 +35,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         if _WITHOUT not in str(error):
             raise
         raise ValueError(
-            "general.deterministic or general.reproducible: true was given, but "
-            f"{str(error).partition('. ')[0]}; set it to false, or compute without that operation"
+            f"general.{key}: true was given, but {str(error).partition('. ')[0]}; set "
+            f"general.{key} to false, or compute without that operation"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0])

@@ -80,8 +80,10 @@ def _prepared(
     if not is_prepared:
         with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
             _prepare(data_plan(config))
-    strict = config.general.is_deterministic(mesh.device.type)
-    with device_errors(cost_plan(config), mesh), deterministic_algorithms(strict):
+    general = config.general
+    strict = general.is_deterministic(mesh.device.type)
+    key = "deterministic" if general.deterministic else "reproducible"
+    with device_errors(cost_plan(config), mesh), deterministic_algorithms(strict, key):
         return work(mesh, config, *given)
 
 

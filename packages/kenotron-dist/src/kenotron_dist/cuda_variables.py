@@ -39,6 +39,6 @@ def deterministic_variables(environ: Mapping[str, str]) -> dict[str, str]:
         raise ValueError(
             f"{CUBLAS_WORKSPACE}={given} was given in the environment, but deterministic runs need "
             f"{' or '.join(DETERMINISTIC)}: unset it, set one of these, or turn determinism off "
-            "(general.deterministic and general.reproducible: false)"
+            "(general.deterministic: false)"
         )
     return {}

@@ -37,7 +37,8 @@ def as_trained(
     """
     if saved is None:
         return plan, ""
-    shards, chunks = virtual_shards(plan.spec, saved["max_tp"]), saved["max_cp"]
+    shards = saved.get("virtual_shards") or virtual_shards(plan.spec, saved["max_tp"])
+    chunks = saved["max_cp"]
     tp, cp = mesh.sizes["tp"], mesh.sizes["cp"]
     process = process_conditions(mesh.device)
     here, there = process["device"], saved.get("device", CPU)
@@ -117,7 +118,7 @@ def changed_conditions(before: Mapping[str, Any] | None, now: Mapping[str, Any] 
         )
     before = {"device": CPU, **before}  # the only one, when it was not among the conditions
     differing = [
-        f"{name} was {before.get(name)} and is {value}"
+        f"{name} was {before.get(name, 'not recorded')} and is {value}"
         for name, value in now.items()
         if before.get(name) != value
     ]
