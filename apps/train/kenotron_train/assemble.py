@@ -113,7 +113,9 @@ def checkpoint_plan(config: Config, device: torch.device) -> CheckpointPlan:
         upload=config.s3_upload,
         model=config.model,
         multipliers=config.multipliers,
-        conditions=conditions(config.general, config.parallelism, config.model, device),
+        conditions=conditions(
+            config.general, config.parallelism, config.model, _virtual_shards(config), device
+        ),
         yaml=dump_config(asked),
     )
 

@@ -10,24 +10,26 @@ from kenotron_config import GeneralConfig, ModelConfig, ParallelismConfig
 from kenotron_dist import Mesh, all_reduce
 from kenotron_dist.rng import key
 from kenotron_engine import Conditions, process_conditions
-from kenotron_models import virtual_shards
 
 
 def conditions(
     general: GeneralConfig,
     parallelism: ParallelismConfig,
     model: ModelConfig,
+    shards: int,
     device: torch.device,
 ) -> Conditions | None:
-    """Return the conditions of this process's bits on a device; None without the mode."""
+    """Return the conditions of this process's bits on a device; None without the mode.
+
+    ``shards``: virtual ones of the model.
+    """
     if not general.reproducible:
         return None
     names = ("cp_layout", "cp_block") if general.reproducible_max_cp > 1 else ()
     chunks = {name: getattr(parallelism, name) for name in names}
-    spec = model.model_config.decoder
     return {
         "max_tp": general.reproducible_max_tp,
-        "virtual_shards": virtual_shards(spec, general.reproducible_max_tp),
+        "virtual_shards": shards,
         "max_cp": general.reproducible_max_cp,
         **chunks,
         "vocab_multiple": model.make_vocab_size_divisible_by,

@@ -17,6 +17,7 @@ from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import ModelPlan, as_trained, changed_conditions
 from kenotron_train import reproducible
+from kenotron_train.assemble import plan_of
 
 MODE = {
     "general__reproducible": "true",
@@ -32,7 +33,8 @@ CONFIG = load_config(runs.TINY_LLAMA, FLAGS)
 
 def conditions_of(config: Config) -> dict[str, Any] | None:
     cpu = torch.device("cpu")
-    return reproducible.conditions(config.general, config.parallelism, config.model, cpu)
+    shards = plan_of(config).virtual_shards
+    return reproducible.conditions(config.general, config.parallelism, config.model, shards, cpu)
 
 
 def trained(folder: Path, **changes: object) -> str:

@@ -42,9 +42,8 @@ class GeneralConfig:
     """True: losses, gradients and weights are the same bits on every dp, pp, tp, ep, micro-batch
     size, ZeRO stage, schedule and recomputation, after a resume too. Each sample is computed alone,
     and gradients are added in one binary tree over the global batch; on every cp, too, up to
-    `reproducible_max_cp`. On GPUs
-    with deterministic kernels, which is not measured yet. What is not shown to be the same is
-    refused."""
+    `reproducible_max_cp`. On GPUs with deterministic kernels, which is not measured yet. What is
+    not shown to be the same is refused."""
     reproducible_max_tp: int = 8
     """Largest tp with reproducible: true. Layers are computed in as many virtual shards, or in the
     largest smaller power of two that divides heads and widths of the model. The bits depend on it:
@@ -52,9 +51,9 @@ class GeneralConfig:
     reproducible_max_cp: int = 1
     """Largest cp with reproducible: true, a power of two. Each rank computes its tokens as so many
     ranks would, one after the other. The bits depend on it, and above 1 on `cp_layout` and
-    `cp_block`: runs to be compared have the same. Above 1 it needs a
-    model of attention without sinks and dense feed-forwards; norms over all heads need
-    `reproducible_max_tp: 1`, too. 1: samples are computed whole, which is faster."""
+    `cp_block`: runs to be compared have the same. Above 1 it needs a model of attention without
+    sinks and dense feed-forwards; norms over all heads need `reproducible_max_tp: 1`, too. 1:
+    samples are computed whole, which is faster."""
     reproducible_threads: int = 1
     """Threads of each rank with reproducible: true. They are a part of what fixes the bits: runs to
     be compared have the same number."""

@@ -221,10 +221,16 @@ class FurtherToken:
         if not share.further:
             return self.main.loss(model, share, count)
 
+        def losses(of: ModelOnMesh) -> tuple[MicroLoss, SumLoss]:
+            return self.main.loss(of, share, count), sum_over(of, count)
+
+        known = losses(model)
+
         def loss(x: Tensor, microbatch: int) -> Parts:
             (own, ahead), one = x.chunk(2), model.with_one_use()
-            total, reports, _ = self.main.loss(one, share, count)(own, microbatch)
-            further, _ = sum_over(one, count)(ahead, share.further[microbatch])
+            main, added = known if one is model else losses(one)
+            total, reports, _ = main(own, microbatch)
+            further, _ = added(ahead, share.further[microbatch])
             value = further.detach()
             return Parts(total + self.weight * (further - value), (*reports, value))
 

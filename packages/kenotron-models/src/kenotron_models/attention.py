@@ -44,6 +44,11 @@ class AttentionSpec(MixingSpec):
     """True: the output of the heads is multiplied by a sigmoid of further query features
     (Qwen3-Next)."""
 
+    @property
+    def norms_width(self) -> bool:
+        """True where queries and keys are normed over all heads together."""
+        return self.qk_norm is not None and self.qk_norm_over == "width"
+
     def build(self, width: int, build: Build, layer: int = 0) -> Attention:
         """Make the module; see ``PartSpec``."""
         return Attention(self, width, build, layer=layer)
@@ -154,7 +159,7 @@ class Attention(Mixing[AttentionSpec]):
         qkv = qkv.view(*context.positions_BS.shape, -1, self.spec.head_dim)
         qkv, gate = self._gate(qkv) if self.spec.gate else (qkv, None)
         # Means over tp are kept: what is computed again must not communicate.
-        return qkv, gate, self._mean_squares(qkv) if self.norms_width else None
+        return qkv, gate, self._mean_squares(qkv) if self.spec.norms_width else None
 
     def _gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries, keys and values (B, S, H/t + 2 G/t, K), and gates (B, S, H/t, K)."""
@@ -163,14 +168,9 @@ class Attention(Mixing[AttentionSpec]):
         return torch.cat([q, qkv[:, :, asked:]], 2), gate
 
     @property
-    def norms_width(self) -> bool:
-        """True where queries and keys are normed over all heads together."""
-        return self.spec.qk_norm is not None and self.spec.qk_norm_over == "width"
-
-    @property
     def adds_inside(self) -> bool:
         """See ``Part``: means of squares over all heads."""
-        return self.norms_width
+        return self.spec.norms_width
 
     def begin(
         self, x: Tensor, context: Context, *, norm: Normed | None = None
