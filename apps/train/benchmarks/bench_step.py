@@ -37,7 +37,6 @@ from kenotron_train.data.stage_dataset import open_corpus, open_loader
 WARM_UP = 3
 HUGGING_FACE = "transformers"
 ONE = "one process"
-MODE = ", reproducible"
 Step = Callable[[], object]
 EXPERTS = (
     "model.model_config={is_qwen2_config: true, hidden_size: 128, intermediate_size: 352, "
@@ -45,31 +44,29 @@ EXPERTS = (
     "max_position_embeddings: 128, moe_config: {num_experts: 8, top_k: 2, "
     "moe_intermediate_size: 176}}"
 )
-IN_CHUNKS = ("general.reproducible_max_cp=2", "general.reproducible_max_tp=1")
 MUON = ("optimizer.optimizer_factory={name: muon}", "optimizer.weight_average={decay: 0.99}")
-PAIRS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
-    "tp 2": ({"tp": 2}, (), ()),
-    "dp 2": ({"dp": 2}, (), ()),
-    "pp 2": ({"pp": 2}, (), ()),
-    "cp 2": ({"cp": 2}, (), IN_CHUNKS),
-    "dp 2, ep 2": ({"dp": 2, "ep": 2}, (EXPERTS,), ()),
-    "dp 2, Muon, average": ({"dp": 2}, MUON, ()),
-    "dp 2, further token": ({"dp": 2}, ("model.mtp={weight: 0.3}",), ()),
+PAIRS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "tp 2": ({"tp": 2}, ()),
+    "dp 2": ({"dp": 2}, ()),
+    "pp 2": ({"pp": 2}, ()),
+    "cp 2": ({"cp": 2}, ()),
+    "dp 2, ep 2": ({"dp": 2, "ep": 2}, (EXPERTS,)),
+    "dp 2, Muon, average": ({"dp": 2}, MUON),
+    "dp 2, further token": ({"dp": 2}, ("model.mtp={weight: 0.3}",)),
 }
-"""Layouts of both processes, with and without the mode: sizes, further keys, keys of the mode."""
+"""Layouts of both processes: sizes and further keys."""
 
 
-def configure(more: tuple[str, ...] = (), *, mode: bool = False, **sizes: int) -> Config:
+def configure(more: tuple[str, ...] = (), **sizes: int) -> Config:
     """The default with made-up tokens and the layout; the global batch stays the same.
 
-    AdamW is fused, which the reproducible ``mode`` does not have. ``more``: further keys.
+    AdamW is fused. ``more``: further keys.
     """
     text = resources.files("kenotron_train").joinpath("default.yaml").read_text()
     sizes = {"pp": 1, "dp": 1, "tp": 1} | sizes
     changes: dict[str, object] = {f"parallelism.{name}": size for name, size in sizes.items()}
     changes["parallelism.tp_mode"] = "REDUCE_SCATTER" if sizes["tp"] > 1 else "ALL_REDUCE"
-    changes["optimizer.optimizer_factory.torch_adam_is_fused"] = str(not mode).lower()
-    changes["general.reproducible"] = str(mode).lower()
+    changes["optimizer.optimizer_factory.torch_adam_is_fused"] = "true"
     changes["data_stages.0.data.dataset"] = "null"
     whole = parse_config(text, "default.yaml", [*more, *(f"{k}={v}" for k, v in changes.items())])
     changes["tokens.micro_batch_size"] = whole.tokens.micro_batch_size // sizes["dp"]
@@ -121,14 +118,9 @@ def contestants(more: tuple[str, ...], only: tuple[str, ...]) -> dict[str, tuple
     if importlib.util.find_spec(HUGGING_FACE) and not only:
         step = hugging_face(configure(more), first_batch(configure(more), solo))
         found[HUGGING_FACE] = (step, False)
-    found[ONE + MODE] = (ours(configure(more, mode=True), solo), False)
     for name in only or PAIRS:
-        sizes, keys, of_mode = PAIRS[name]
-        of, given = Mesh.connect(**sizes), (*more, *keys)
-        found[name] = (ours(configure(given, **sizes), of), True)
-        if "tp" not in sizes or configure(more).general.reproducible_max_tp > 1:
-            exact = configure((*given, *of_mode), mode=True, **sizes)
-            found[name + MODE] = (ours(exact, of), True)
+        sizes, keys = PAIRS[name]
+        found[name] = (ours(configure((*more, *keys), **sizes), Mesh.connect(**sizes)), True)
     return found
 
 
@@ -136,19 +128,30 @@ def measure(
     mesh: Mesh, rounds: int, more: tuple[str, ...], only: tuple[str, ...]
 ) -> dict[str, list[float]]:
     """Seconds of every round on this rank, by contestant."""
-    steps = contestants(more, only)
+    return race(mesh, rounds, contestants(more, only))
+
+
+def race(
+    mesh: Mesh, rounds: int, steps: dict[str, tuple[Step, bool]], warm_up: int = WARM_UP
+) -> dict[str, list[float]]:
+    """Seconds of every round on this rank, by contestant; each round begins with another."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
-    for turn in range(WARM_UP + rounds):
+    for turn in range(warm_up + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             step, together = steps[name]
             barrier(mesh.world)
             start = time.perf_counter()
             if together or mesh.rank == 0:
                 step()
-            if turn >= WARM_UP:
+            if turn >= warm_up:
                 times[name].append(time.perf_counter() - start)
     return times
+
+
+def slowest(ranks: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    """Median seconds of each contestant; a round counts as long as its slowest rank."""
+    return {n: statistics.median(map(max, *(r[n] for r in ranks))) for n in ranks[0]}
 
 
 def surroundings() -> dict[str, Any]:
@@ -170,14 +173,12 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     more = tuple(options.set)
     ranks = spawn(measure, options.rounds, more, tuple(options.only), dp=2)
-    times = {n: [max(pair) for pair in zip(*(r[n] for r in ranks), strict=True)] for n in ranks[0]}
-    medians = {name: statistics.median(rounds) for name, rounds in times.items()}
+    medians = slowest(ranks)
     tokens = configure(more).global_batch_tokens
-    print(f"{'contestant':<33} {'step ms':>8} {'tokens/s':>9}  of {ONE}  of the usual")
+    print(f"{'contestant':<33} {'step ms':>8} {'tokens/s':>9}  of {ONE}")
     for name, median in medians.items():
-        ratio, usual = median / medians[ONE], median / medians[name.removesuffix(MODE)]
-        of_usual = f"{usual:>15.2f}" if name.endswith(MODE) else ""
-        print(f"{name:<33} {median * 1e3:>8.1f} {tokens / median:>9.0f} {ratio:>15.2f}{of_usual}")
+        ratio = median / medians[ONE]
+        print(f"{name:<33} {median * 1e3:>8.1f} {tokens / median:>9.0f} {ratio:>15.2f}")
     if HUGGING_FACE not in medians and not options.only:
         print(f"{HUGGING_FACE} is not installed: pip install './apps/train[bench]'")
     if options.json:

@@ -112,8 +112,9 @@ def share_of(
     # Cut: tokens, labels, padding and what is predicted next are cut in the same way.
     way = way_of(mode, spec, mesh.sizes, shards)
     layout, ranks = mode.layout, _virtual_axes(axis, virtual)
-    if virtual > 1:  # strips of attention are those of as many ranks
-        layout = replace(layout, strips=mode.cut(micros[0].tokens_BS.shape[1], virtual).strips)
+    if virtual > 1:  # the fewest strips that as many ranks can share: few and large products
+        chunks = virtual * mode.cut(micros[0].tokens_BS.shape[1], virtual).per_rank
+        layout = replace(layout, strips=chunks)
     cut = partial(_cut_over, ranks=ranks, layout=layout)
     own = [_cut(each, ranks, layout) for each in micros]
     contexts = [
