@@ -44,11 +44,14 @@ def owner_table(rows_N: Tensor, owners_N: Tensor, owners: int, absent: int) -> R
 
     Returns:
         A table with as many columns as the owner with the most rows needs. Reading that number
-        synchronises a device.
+        synchronises a device; on meta owners have equally many rows.
     """
     found, order = torch.sort(owners_N, stable=True)
     column = torch.arange(found.shape[0], device=found.device) - torch.searchsorted(found, found)
-    columns = int(column.max()) + 1 if found.numel() else 0
+    if found.is_meta:
+        columns = -(-found.shape[0] // owners) if owners else 0
+    else:
+        columns = int(column.max()) + 1 if found.numel() else 0
     table = rows_N.new_full((owners * columns,), absent)
     table[found * columns + column] = rows_N[order]
     return RowTable(table.view(owners, columns), found.shape[0] < owners * columns)
