@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,7 +81,7 @@ def adapter_to_peft(ckpt: Location, folder: Path, *, overwrite: bool = False) ->
         write_safetensors(draft / WEIGHTS, sizes, tensors)
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
         (draft / CONFIG).write_text(text, encoding="utf-8")
-    return len(values["target_modules"])
+    return len(ours) // (3 if spec.kind == "dora" else 2)
 
 
 def merge_adapter(adapter: Path, base: Path, folder: Path, *, overwrite: bool = False) -> int:
@@ -163,6 +164,11 @@ def _plans(
     plans = {}
     for module in sorted(modules):
         name = module.removeprefix(PREFIX)
+        if re.search(r"\.experts(\.base_layer)*$", name):
+            raise ValueError(
+                f"{name} is a stack of experts, with target_parameters: merge the adapter with "
+                "merge_and_unload of peft"
+            )
         if (weight := f"{name}.weight") not in theirs.tensors:
             raise ValueError(f"the model has no {weight}, for which there is an adapter")
         if name.endswith("lm_head") and config.get("tie_word_embeddings"):

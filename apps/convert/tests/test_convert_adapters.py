@@ -13,11 +13,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from kenotron_convert.adapters import merge_adapter
-from kenotron_models import linear_parts, targeted
-from kenotron_models.families import TransformersConfig
+from kenotron_models import targeted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft
 IDS = torch.arange(1, 21)[None]
@@ -174,7 +173,15 @@ def test_every_field_of_peft_is_computed_or_refused_by_name(bases, tmp_path):
     assert refused >= {"bias", "lora_bias", "modules_to_save", "init_lora_weights"}
 
 
-def test_layers_that_adapters_do_not_know_are_said(bases):
-    config = TransformersConfig(path=str(bases / "gpt2"))
-    with pytest.raises(ValueError, match="'all' is no linear layer: there are none that .*Conv1D"):
-        targeted(linear_parts(config), ["all"])
+def test_an_adapter_of_experts_is_refused_by_name(bases, tmp_path):
+    config = MixtralConfig(**LLAMA, num_local_experts=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    stacks = {"target_modules": None, "target_parameters": ["experts.down_proj"]}
+    adapter_of(tmp_path / "base", tmp_path / "adapter", **stacks)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts is a stack of experts, with targ"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+
+
+def test_a_model_without_linear_layers_in_blocks_is_said():
+    with pytest.raises(ValueError, match="'all' is no linear layer: there are none"):
+        targeted({}, ["all"])
