@@ -24,10 +24,9 @@ SIZES = {
 MB = 2**20
 LAYOUTS = {
     "tp2 pp2": {"parallelism.tp": 2, "parallelism.pp": 2},
-    "dp2 pp2": {"parallelism.dp": 2, "parallelism.pp": 2, "optimizer.zero_stage": 3}
-    | {"tokens.batch_accumulation_per_replica": 1},
+    "dp4 zero3": {"parallelism.dp": 4, "optimizer.zero_stage": 3}
+    | {"tokens.batch_accumulation_per_replica": 1, "tokens.micro_batch_size": 1},
 }
-"""With ZeRO stage 3 a rank has half of the weights of its stage, and gathers a layer at a time."""
 
 
 def resident(key: str) -> int:
@@ -44,8 +43,8 @@ def measure_loading(mesh: Mesh, config: Config) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
     before = resident("VmRSS")
     load_initial(training)
-    own = sum(p.untyped_storage().nbytes() for p in training.parameters().values())
-    return resident("VmHWM") - before, own
+    added = resident("VmHWM") - before
+    return added, sum(tensor.nbytes for tensor, _ in training.first_records().values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -57,5 +56,5 @@ def test_weights_are_read_by_slices(layout, tmp_path):
     grid = config.parallelism.grid
     ranks = spawn(measure_loading, config, **grid, preload=PRELOAD)
     print([(added // MB, own // MB) for added, own in ranks], size // MB)
-    for added, _ in ranks:
-        assert added < size / 4 + 64 * MB
+    for added, own in ranks:  # some of a rank's weights may have had their memory before
+        assert own < size / 3.5 and added < own + 32 * MB
