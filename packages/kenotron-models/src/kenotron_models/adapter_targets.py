@@ -52,6 +52,8 @@ class Adaptable(NamedTuple):
     """
     role: str
     """One of ``ROLES``; empty for routers."""
+    turned: bool = False
+    """True for a stack that is stored as (E, I, O)."""
 
     @property
     def stacked(self) -> bool:
@@ -94,7 +96,7 @@ def linear_parts(config: AnyConfig) -> dict[str, Adaptable]:
             continue
         for path, shape in _stacks(name, module):
             part = TensorPart(_stack_name(path, known), shape, (0, 0, 0))
-            found[path] = Adaptable((part,), "experts")
+            found[path] = Adaptable((part,), "experts", is_transposed(module))
     return found
 
 
