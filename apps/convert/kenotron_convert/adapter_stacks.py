@@ -24,7 +24,7 @@ _STACKS = re.compile(rf"{re.escape(PREFIX)}(.*\.)?experts(\.base_layer)*")
 
 
 class StackPlan(NamedTuple):
-    """What an adapter adds to a tensor of a file."""
+    """Sum that an adapter adds to a tensor of a file."""
 
     module: str
     """Begins the names of the adapter's tensors."""
