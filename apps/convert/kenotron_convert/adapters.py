@@ -20,6 +20,7 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
+from kenotron_convert.adapter_stacks import PREFIX, is_stack, stack_plans
 from kenotron_convert.drafts import check_apart, check_replaceable, draft_of
 from kenotron_dist import Mesh
 from kenotron_models import (
@@ -36,8 +37,6 @@ from kenotron_models.hf import TensorPart, Whole, read_json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of peft."""
 MODEL = "config.json"
-PREFIX = "base_model.model."
-"""Begins the names of its tensors."""
 CONV1D = ("gpt2", "openai-gpt")
 """``model_type`` of models whose linear layers, but for the head, have weights (I, O)."""
 
@@ -80,7 +79,7 @@ def adapter_to_peft(ckpt: Location, folder: Path, *, overwrite: bool = False) ->
         write_safetensors(draft / WEIGHTS, sizes, tensors)
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
         (draft / CONFIG).write_text(text, encoding="utf-8")
-    return len(values["target_modules"])
+    return len(ours) // (3 if spec.kind == "dora" else 2)
 
 
 def merge_adapter(adapter: Path, base: Path, folder: Path, *, overwrite: bool = False) -> int:
@@ -105,13 +104,20 @@ def merge_adapter(adapter: Path, base: Path, folder: Path, *, overwrite: bool = 
         raise ValueError("\n".join(f"{adapter / CONFIG}: {each}" for each in problems))
     own, theirs = open_safetensors(adapter, single=WEIGHTS), open_safetensors(base)
     try:
+        modules = {name.partition(".lora_")[0] for name in own.tensors}
+        stacks = stack_plans(own, keys, base, {each for each in modules if is_stack(each)})
         plans = _plans(own, theirs, keys, read_json(base / MODEL))
+        if lacking := sorted(stacks.keys() - theirs.tensors.keys()):
+            raise ValueError(f"the model has no {lacking[0]}, for which there is an adapter")
     except ValueError as error:
         raise ValueError(f"{adapter} cannot be merged into {base}: {error}") from error
 
     def values(names: list[str]) -> Iterator[Tensor]:
         for name in names:
             weight = _read(theirs, name)
+            if stack := stacks.get(name):
+                a, b = (_read(own, f"{stack.module}.lora_{kind}.weight") for kind in "AB")
+                weight = stack.added_to(weight, a, b)
             yield _merged(weight, own, plans[name]) if name in plans else weight
 
     files: dict[str, list[str]] = {}
@@ -124,7 +130,7 @@ def merge_adapter(adapter: Path, base: Path, folder: Path, *, overwrite: bool = 
         for other in base.iterdir():
             if other.is_file() and other.name not in files:
                 shutil.copyfile(other, draft / other.name)
-    return len(plans)
+    return len(plans) + len(stacks)
 
 
 class _Plan(NamedTuple):
@@ -152,8 +158,10 @@ def _plans(
     dora = bool(keys.get("use_dora"))
     ends = (".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if dora else []))
     modules = {n.removesuffix(ends[0]) for n in own.tensors if n.endswith(ends[0])}
+    modules = {module for module in modules if not is_stack(module)}
     used = {module + end for module in modules for end in ends}
-    if unused := sorted(own.tensors.keys() - used):
+    others = {name for name in own.tensors if not is_stack(name.partition(".lora_")[0])}
+    if unused := sorted(others - used):
         raise ValueError(
             f"{unused[0]} ({len(unused)} tensors in all) is no matrix of a linear layer: train "
             "without it, or merge the adapter with merge_and_unload of peft"

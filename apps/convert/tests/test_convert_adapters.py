@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from copy import deepcopy
 from dataclasses import MISSING, Field, fields
@@ -13,11 +14,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from kenotron_convert.adapters import merge_adapter
-from kenotron_models import linear_parts, targeted
-from kenotron_models.families import TransformersConfig
+from kenotron_models import targeted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft
 IDS = torch.arange(1, 21)[None]
@@ -174,7 +174,38 @@ def test_every_field_of_peft_is_computed_or_refused_by_name(bases, tmp_path):
     assert refused >= {"bias", "lora_bias", "modules_to_save", "init_lora_weights"}
 
 
-def test_layers_that_adapters_do_not_know_are_said(bases):
-    config = TransformersConfig(path=str(bases / "gpt2"))
-    with pytest.raises(ValueError, match="'all' is no linear layer: there are none that .*Conv1D"):
-        targeted(linear_parts(config), ["all"])
+EXPERTS = {
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},  # a file has each matrix alone
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
+    | {"intermediate_size": 16},  # square, and (E, I, O)
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("stacks", [["experts.gate_up_proj", "experts.down_proj"], ["down_proj"]])
+def test_merged_experts_are_those_of_peft(family, stacks, tmp_path):
+    base, adapter, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(family, **LLAMA | EXPERTS[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    words = {"target_modules": ["q_proj"], "target_parameters": stacks}
+    due = adapter_of(base, adapter, **words)
+    merge_adapter(adapter, base, merged)
+    torch.testing.assert_close(logits(merged), due, rtol=1e-4, atol=1e-4)
+    assert (due - logits(base)).abs().max() > 0.1
+    values = json.loads((adapter / "adapter_config.json").read_text())
+    for change, error in (
+        (
+            {"r": 2},
+            r"lora_A.weight is \(12, \d+\), and it must be \(6, \d+\) for model.layers",
+        ),
+        ({"target_parameters": []}, "experts is an adapter of experts that target_parameters does"),
+    ):
+        (adapter / "adapter_config.json").write_text(json.dumps(values | change))
+        with pytest.raises(ValueError, match=error):
+            merge_adapter(adapter, base, merged, overwrite=True)
+
+
+def test_a_model_without_linear_layers_in_blocks_is_said():
+    with pytest.raises(ValueError, match="'all' is no linear layer: there are none"):
+        targeted({}, ["all"])

@@ -90,6 +90,19 @@ HYBRID = GROUPED | {
 }
 FOUND: dict[str, dict[str, Any]] = {
     "bamba": HYBRID,
+    "gemma4_text": GROUPED
+    | {
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 8,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
     "llama4_text": GROUPED
     | {
         "head_dim": 8,

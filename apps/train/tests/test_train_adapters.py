@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from adapter_runs import losses, peft_folder, set_up
 from foreign_models import alone, configure, folder_of, run
 from safetensors.torch import load_file, save_file
 
 from kenotron_ckpt import read_manifest
 from kenotron_config import Config, ConfigError
-from kenotron_convert.importing import model_config
 from kenotron_dist import RankError
 from kenotron_train.run.adapters import check_adapter_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft
-WORDS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-FIVE = {"tokens.train_steps": 5, "optimizer.weight_decay": 0.0}
 HALF = {"parallelism.dp": 2, "tokens.batch_accumulation_per_replica": 1}
 LAYOUTS = {
     "tp2": {"parallelism.tp": 2},
@@ -37,46 +35,9 @@ OURS = {
 }
 
 
-def peft_folder(base: Path, target: Path, kind: str = "lora", words: list[str] = WORDS) -> Path:
-    """An adapter that peft draws, B not 0."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(7)
-    config = LoraConfig(
-        r=4, lora_alpha=8, target_modules=words, use_dora=kind == "dora", init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
-    for name, parameter in model.named_parameters():
-        if "lora_magnitude" in name:
-            parameter.data *= 1 + 0.1 * torch.rand(parameter.shape)
-        elif "lora_" in name:
-            parameter.data *= 3
-    model.save_pretrained(target)
-    return target
-
-
-def section(**changes: object) -> str:
-    """`model.adapter`."""
-    return json.dumps({"rank": 4, "alpha": 8, "targets": WORDS} | changes)
-
-
-def set_up(folder: Path, place: Path, changes: dict, *, native: bool, **adapter: object) -> object:
-    """The config of a run with adapters, by the bridge or natively."""
-    more = {"model.adapter": section(**adapter)}
-    if native:
-        more["model.model_config"] = json.dumps(model_config(folder))
-    return configure(folder, place, FIVE | more | changes)
-
-
 def check_file(config: Config) -> None:
     folder = Path(config.checkpoints.checkpoints_path)
     check_adapter_file(config.model, config.adapter, folder, None)
-
-
-def losses(config: object) -> list[float]:
-    return [loss for loss, _, _ in run(config)]
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -38,7 +38,7 @@ LAYOUTS = {
 NO_DECAY = {"optimizer.weight_decay": 0.0}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WITHOUT_PLAN])
+@pytest.mark.parametrize("family", [*FAMILIES, *WITHOUT_PLAN, "gemma4_text"])
 def test_one_process_trains_as_transformers_does_in_plain_torch(family, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     config = configure(folder, tmp_path / "run", NO_DECAY)

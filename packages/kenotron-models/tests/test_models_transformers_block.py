@@ -146,3 +146,19 @@ def test_a_model_in_one_piece_has_no_blocks() -> None:
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     spec = TransformersConfig(config_json=json.dumps(gpt | none)).decoder
     assert transformers_blocks(spec) == ()
+
+
+def test_nothing_can_be_read_of_what_layers_put_into_a_mapping_for_others():
+    sizes = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 16}
+    values = SIZES | {"model_type": "gemma4_text", "sliding_window": 5, **sizes}
+    spec = TransformersConfig(config_json=json.dumps(values)).decoder
+    layer: Any = dict(build_decoder(spec, Build(ALONE, dtype=torch.float32)))["layers.0"]
+    layer.skeleton.fill_buffers(torch.device("cpu"))
+    context = Context(torch.arange(SEQUENCE).expand(ROWS, -1))
+    first, second, *_ = layer.skeleton.calls(torch.zeros(ROWS, SEQUENCE, 64), context)
+    mapping = first.options["shared_kv_states"]
+    assert mapping is not second.options["shared_kv_states"]
+    mapping["keys"] = torch.zeros(1)
+    assert not mapping
+    with pytest.raises(LookupError, match="a layer reads 'keys' of another one: such a model"):
+        mapping["keys"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kenotron_config.adapter_section import AdapterConfig
 from kenotron_config.init_sections import RandomInitConfig, SpectralMupInitConfig
 from kenotron_config.sections import GeneralConfig, ModelConfig
 from kenotron_models import AdapterSpec, linear_parts, targeted
@@ -40,10 +41,25 @@ def adapter_problems(model: ModelConfig, general: GeneralConfig | None) -> list[
         return []
     found = [*_combined(model, general)]
     try:
-        adapter_of(model)
+        spec = adapter_of(model)
     except ValueError as error:
-        found += [f"model.adapter.targets: {line}" for line in str(error).splitlines()]
+        return found + [f"model.adapter.targets: {line}" for line in str(error).splitlines()]
+    if spec is not None and spec.stacks:
+        found += _of_stacks(model.adapter)
     return found
+
+
+def _of_stacks(own: AdapterConfig) -> Iterator[str]:
+    """Name what adapters of stacks of experts have not, as those of peft."""
+    without = "experts that are stacks of matrices have no"
+    leave = "take experts out of targets"
+    if own.kind == "dora":
+        yield f"model.adapter.kind: dora was given; {without} dora: set it to lora, or {leave}"
+    if own.dropout:
+        yield (
+            f"model.adapter.dropout: {own.dropout} was given; {without} dropout: set it to 0, or "
+            f"{leave}"
+        )
 
 
 def _combined(model: ModelConfig, general: GeneralConfig | None) -> Iterator[str]:

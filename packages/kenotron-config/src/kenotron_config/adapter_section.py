@@ -21,8 +21,10 @@ class AdapterConfig:
     alpha: float = 16.0
     """What is added has the factor alpha / rank."""
     targets: tuple[str, ...] = ("all",)
-    """Layers: ends of names (`q_proj`, `mlp.up_proj`) or patterns of them, of modules in Hugging
-    Face's format or of ours; `all`: all linear layers of blocks."""
+    """Layers: roles (`attention`, `mixer`, `mlp`, `experts`), ends of names (`q_proj`,
+    `mlp.up_proj`) or patterns of them, of modules in Hugging Face's format or of ours; `all`: all
+    linear layers of blocks. Stacks of experts are meant by their role, or by a name with the word
+    `experts`."""
     dropout: float = 0.0
     """Share of the inputs of these matrices that is dropped in training."""
     path: str | None = None

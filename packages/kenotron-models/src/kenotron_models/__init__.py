@@ -1,13 +1,8 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
 from kenotron_models.adapter import Adapted, adapt
-from kenotron_models.adapter_spec import (
-    AdapterSpec,
-    adapter_init,
-    linear_parts,
-    peft_problems,
-    targeted,
-)
+from kenotron_models.adapter_spec import AdapterSpec, adapter_init, peft_problems
+from kenotron_models.adapter_targets import linear_parts, targeted
 from kenotron_models.block_in_shards import virtual_shards
 from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
 from kenotron_models.build import Build

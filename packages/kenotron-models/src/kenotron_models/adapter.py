@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from kenotron_dist import Axis, GridView, all_reduce, declare_roles, local_shape
 from kenotron_dist.placement import Chunk, Partial, Placements, Shard, TensorLayout
-from kenotron_models.adapter_spec import LINEAR, AdapterSpec, adapter_name, key_of
+from kenotron_models.adapter_spec import AdapterSpec, adapter_name
+from kenotron_models.adapter_stacks import attach_stack
+from kenotron_models.adapter_targets import LINEAR, is_conv1d, key_of
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features
 from kenotron_models.part import Part
@@ -94,7 +96,8 @@ class Adapted(nn.Module):
     def _norms(self, rows: slice, adapter: Adapter) -> Tensor:
         """Return the norms (O/t,) of rows of ``W + scale * B A``, which count as constants."""
         added = matmul(adapter.b.weight, adapter.a.weight.t())
-        weight = self.weight[rows] + adapter.scale * added
+        own = self.weight.t() if is_conv1d(self) else self.weight
+        weight = own[rows] + adapter.scale * added
         if not isinstance(adapter.a, RowParallelLinear):
             return torch.linalg.norm(weight, dim=1)
         return all_reduce(weight.square().sum(1), adapter.a.axis).sqrt()
@@ -152,10 +155,10 @@ def adapt(layers: Sequence[tuple[str, nn.Module]], spec: AdapterSpec, axis: Axis
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
         for name, module in [*layer.named_modules()]:
-            path = f"{entry}.{name}.weight" if name else f"{entry}.weight"
-            if path in left:
-                left.discard(path)
-                _attach(module, path, spec, axis)
+            for own, _ in [*module.named_parameters(recurse=False)]:
+                if (path := ".".join(filter(None, (entry, name, own)))) in left:
+                    left.discard(path)
+                    _attach(module, path, spec, axis)
         for module in [*layer.modules()]:
             _give_context(module)
     if left:
@@ -173,14 +176,17 @@ def _give_context(module: nn.Module) -> None:
 
 def _attach(module: nn.Module, path: str, spec: AdapterSpec, axis: Axis) -> None:
     """Give a layer its adapters, and the class that adds them."""
-    if not isinstance(module, LINEAR):
+    if len(spec.weights[path][0].shape) == 3:
+        attach_stack(module, path.rpartition(".")[2], spec, spec.weights[path][0])
+        return
+    if not (isinstance(module, LINEAR) or is_conv1d(module)):
         kind = type(module).__name__
         raise ValueError(f"{path} is the weight of a {kind}, no linear layer")
     if spec.kind == "dora" and isinstance(module, GatheredColumnLinear | SplitRowLinear):
         raise ValueError(f"{path}: dora needs whole rows, and tp cuts them: choose lora")
     rows, made, first = [], {}, 0
     for part, chunks in _pieces(module, path, spec):
-        width = sum(_local_rows(chunk, axis) for chunk in chunks) or module.weight.shape[0]
+        width = sum(_local_rows(chunk, axis) for chunk in chunks) or spec.weights[path][0].shape[0]
         rows.append((slice(first, first := first + width), None if part is None else key_of(part)))
         if part is not None:
             how = _matrices(module, part.shape, spec.rank, chunks, axis)

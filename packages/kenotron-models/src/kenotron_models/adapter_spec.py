@@ -1,39 +1,24 @@
-"""Adapters of linear layers.
+"""Adapters of linear layers and of stacks of experts.
 
 LoRA: Hu et al., arXiv 2106.09685; DoRA: Liu et al., arXiv 2402.09353.
 
-A layer here may be several of Hugging Face's, one below the other (queries, keys and values): each
-of these has an adapter of its own, as the peft package gives it.
-
-Shapes: I input and O output features, r rank.
+Shapes: E experts, I input and O output features, r rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from math import prod
 from typing import Any, Literal
-
-from torch import nn
 
 from kenotron_dist.init import Constant, Initializer, Uniform
 from kenotron_dist.placement import TensorLayout
-from kenotron_models.decoder import LayerStack, build_decoder
-from kenotron_models.hf import hf_tensors
+from kenotron_models.adapter_targets import key_of, module_of
 from kenotron_models.hf_tensors import TensorPart, Whole
 from kenotron_models.peft_config import foreign_keys
-from kenotron_models.registry import AnyConfig, family_of
-from kenotron_models.shapes import ONE
-from kenotron_models.transformers_names import transformers_tensors
-from kenotron_models.transformers_spec import TransformersSpec
-from kenotron_tp import ColumnParallelLinear, RowParallelLinear
 
-LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
-"""Layers that may have an adapter."""
-ALL = "all"
-"""Target that stands for all linear layers of blocks."""
 PEFT = "base_model.model."
 """Begins the names of tensors that peft writes."""
 Kind = Literal["lora", "dora"]
@@ -60,12 +45,18 @@ class AdapterSpec:
     dropout: float = 0.0
     """Share of the input of A that is dropped in training, by position."""
     weights: Mapping[str, tuple[TensorPart, ...]] = field(hash=False)
-    """Weights (O, I) of ours, and the rows of each that have an adapter of their own."""
+    """Weights (O, I) of ours, and the rows of each that have an adapter of their own; a stack of
+    experts (E, O, I) has one."""
 
     @property
     def scale(self) -> float:
         """Factor of ``B A``."""
         return self.alpha / self.rank
+
+    @property
+    def stacks(self) -> list[TensorPart]:
+        """Stacks of experts that have adapters, in the order of the model."""
+        return [part for own in self.weights.values() for part in own if len(part.shape) == 3]
 
     def of_layer(self, number: int) -> AdapterSpec:
         """Return the adapters of a decoder layer alone, named as those of layer 0."""
@@ -85,7 +76,9 @@ class AdapterSpec:
 
         ``base``: name or path of the model that the adapters belong to.
         """
-        modules = sorted(module_of(part) for own in self.weights.values() for part in own)
+        parts, stacks = [p for own in self.weights.values() for p in own], self.stacks
+        modules = sorted(module_of(part) for part in parts if part not in stacks)
+        named = {"target_parameters": sorted(part.name for part in stacks)} if stacks else {}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -94,7 +87,8 @@ class AdapterSpec:
             "lora_alpha": self.alpha,
             "lora_dropout": self.dropout,
             "use_dora": self.kind == "dora",
-            "target_modules": modules,
+            "target_modules": modules or None,
+            **named,
             **WRITTEN,
         }
 
@@ -103,11 +97,12 @@ class AdapterSpec:
         found = {}
         for weight, parts in self.weights.items():
             for part in parts:
-                ours, theirs = adapter_name(weight, part), PEFT + module_of(part)
-                rows, width = part.shape
+                ours, theirs = adapter_name(weight, part), PEFT + self._peft_module(part)
+                *experts, rows, width = part.shape
+                rank = self.rank * prod(experts)  # of all experts, one below the other
                 made: dict[str, tuple[str, tuple[int, ...]]] = {
-                    "a.weight": ("lora_A.weight", (self.rank, width)),
-                    "b.weight": ("lora_B.weight", (rows, self.rank)),
+                    "a.weight": ("lora_A.weight", (rank, width)),
+                    "b.weight": ("lora_B.weight", (rows, rank)),
                 }
                 if self.kind == "dora":
                     made["m"] = ("lora_magnitude_vector", (rows,))
@@ -116,6 +111,14 @@ class AdapterSpec:
                     piece = TensorPart(f"{theirs}.{name}", shape, (0,) * len(shape), *turned)
                     found[f"{ours}.{own}"] = Whole(shape, (piece,))
         return found
+
+    def _peft_module(self, part: TensorPart) -> str:
+        """Return the module of peft that has an adapter: around the stacks that come later."""
+        if len(part.shape) == 2:
+            return module_of(part)
+        module, _, _ = part.name.rpartition(".")
+        own = [each.name for each in self.stacks if each.name.rpartition(".")[0] == module]
+        return ".".join([module, *["base_layer"] * (len(own) - 1 - own.index(part.name))])
 
 
 def peft_problems(spec: AdapterSpec, values: Mapping[str, Any]) -> list[str]:
@@ -131,17 +134,7 @@ def peft_problems(spec: AdapterSpec, values: Mapping[str, Any]) -> list[str]:
 
 def adapter_name(weight: str, part: TensorPart) -> str:
     """Return the logical name of an adapter: ``layers.0.attention.qkv.lora.q_proj``."""
-    return f"{weight.removesuffix('.weight')}.lora.{key_of(part)}"
-
-
-def key_of(part: TensorPart) -> str:
-    """Return the last word of the name of Hugging Face's module: ``q_proj``."""
-    return module_of(part).rpartition(".")[2]
-
-
-def module_of(part: TensorPart) -> str:
-    """Return the name of Hugging Face's module: ``model.layers.0.self_attn.q_proj``."""
-    return part.name.removesuffix(".weight")
+    return f"{weight.rpartition('.')[0]}.lora.{key_of(part)}"
 
 
 def adapter_init(
@@ -161,74 +154,3 @@ def adapter_init(
         return Constant(float(kind[1] == "m"))
 
     return rule
-
-
-def linear_parts(config: AnyConfig) -> dict[str, tuple[TensorPart, ...]]:
-    """Return all weights (O, I) that may have adapters, by name, and the modules of each.
-
-    They are those of linear layers inside blocks. A family without names in Hugging Face's format
-    has its own. Raises ImportError or ValueError for a model that cannot be built.
-    """
-    spec = config.decoder
-    stack, known = LayerStack(build_decoder(spec, ONE)), _their_tensors(config)
-    found: dict[str, tuple[TensorPart, ...]] = {}
-    for name, module in stack.named_modules():
-        inside = isinstance(module, LINEAR) and re.match(r"(layers|model)\.", name)
-        if not inside or getattr(module, "roles", {}).get("weight") == "output":
-            continue
-        path, shape = f"{name}.weight", (*module.weight.shape,)
-        parts = known[path].parts if path in known else ()
-        if not parts or any(len(part.shape) != 2 for part in parts):
-            parts = (TensorPart(path, shape, (0, 0)),)
-        found[path] = parts
-    return found
-
-
-def _their_tensors(config: AnyConfig) -> Mapping[str, Whole]:
-    if isinstance(config.decoder, TransformersSpec):
-        return transformers_tensors(config.decoder)
-    return {} if family_of(config).hf is None else hf_tensors(config)
-
-
-def targeted(
-    parts: Mapping[str, tuple[TensorPart, ...]], targets: Sequence[str]
-) -> dict[str, tuple[TensorPart, ...]]:
-    """Return those of ``linear_parts`` that are targets.
-
-    Args:
-        parts: of the model.
-        targets: ends of names at a dot (``q_proj``, ``mlp.up_proj``) or patterns of them, of
-            modules of Hugging Face's or of ours; ``all``: every one.
-
-    Raises:
-        ValueError: a line for each target that is no pattern, or names nothing.
-    """
-    problems, chosen = [], dict[str, tuple[TensorPart, ...]]()
-    hits = set[tuple[str, str]]()
-    for target in targets:
-        try:
-            wanted = re.compile("" if target == ALL else rf"(^|.*\.)({target})$")
-        except re.error as error:
-            problems.append(f"{target!r} is no pattern ({error})")
-            continue
-        new = {
-            (weight, part.name)
-            for weight, own in parts.items()
-            for part in own
-            if wanted.match(module_of(part)) or wanted.match(weight.removesuffix(".weight"))
-        }
-        if not new:
-            words = sorted({key_of(part) for own in parts.values() for part in own})
-            near = get_close_matches(target.rpartition(".")[2], words, n=1, cutoff=0.5)
-            hint = f"; is it {near[0]}?" if near else ""
-            there = (
-                ", ".join(words) or "none that adapters know (Conv1D of transformers is not one)"
-            )
-            problems.append(f"{target!r} is no linear layer: there are {there}{hint}")
-        hits |= new
-    if problems:
-        raise ValueError("\n".join(problems))
-    for weight, own in parts.items():
-        if kept := tuple(part for part in own if (weight, part.name) in hits):
-            chosen[weight] = kept
-    return chosen

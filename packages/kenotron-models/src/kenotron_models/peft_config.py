@@ -16,9 +16,9 @@ COMPUTED = (
 """Keys that say how an adapter is computed, and have rules of their own."""
 FREE = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform",
-    "layers_pattern", "fan_in_fan_out", "megatron_core", "loftq_config", "eva_config",
-    "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
+    "inference_mode", "lora_dropout", "target_modules", "target_parameters", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
 )  # fmt: skip
 """Keys that do not change what an adapter computes once it is loaded: its tensors say the rest."""
 KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")

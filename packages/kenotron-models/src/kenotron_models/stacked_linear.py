@@ -91,7 +91,7 @@ class StackedLinear(nn.Module):
             weights = separate_uses(self.weight, len(counts), **of_part)
             y = product_by_source(x, counts, weights, transposed=self.transposed)
         else:
-            y = _StackedProduct.apply(x, self.weight, counts, self)
+            y = stacked_linear(x, self.weight, counts, self.transposed, self.weight_queue)
         if self.bias is None:
             return y
         bias = self.bias
@@ -105,14 +105,38 @@ class StackedLinear(nn.Module):
         return f"experts={experts}, in_features={inputs}, out_features={outputs}"
 
 
+def stacked_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    transposed: bool = False,
+    queue: WeightQueue | None = None,
+) -> Tensor:
+    """Return x W_e^T for the rows of each expert, (R, O).
+
+    Args:
+        x: (R, I), grouped by expert.
+        weight: (E, O, I), or (E, I, O) where ``transposed``; a parameter where there is a queue.
+        counts: rows of each expert (E,), int64.
+        transposed: as it is stored.
+        queue: for the product of the weight's gradient; None: it is made in the backward.
+    """
+    return _StackedProduct.apply(x, weight, counts, transposed, queue)
+
+
 class _StackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, layer: StackedLinear
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        transposed: bool,
+        queue: WeightQueue | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts, ctx.queue, ctx.parameter = counts, layer.weight_queue, layer.weight
-        ctx.transposed = layer.transposed
+        ctx.counts, ctx.queue, ctx.parameter = counts, queue, weight
+        ctx.transposed = transposed
         return stacked_product(x, by_output(weight, ctx.transposed), counts)
 
     @staticmethod
@@ -130,7 +154,7 @@ class _StackedProduct(torch.autograd.Function):
                 dw = product()
             else:
                 ctx.queue.push(ctx.parameter, product)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 def by_output(weight: Tensor, transposed: bool) -> Tensor:

@@ -9,7 +9,8 @@ Shapes: B rows, S tokens of a row, D hidden, V vocabulary; ``/t`` is divided by 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,18 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+
+class WriteOnly(UserDict[Any, Any]):
+    """An empty mapping that layers put values into for later ones, which may be of another stage,
+    or computed again: nothing can be read from it."""
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        """Forget it."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Raise LookupError: what another layer has put there is wanted."""
+        raise LookupError(f"a layer reads {key!r} of another one: such a model cannot be trained")
 
 
 class _LayerReached(Exception):
@@ -68,7 +81,7 @@ class _Recorder(_Standin):
         if hidden.ndim != 3:
             raise RuntimeError(f"a layer was called with {hidden.ndim} dims: one row of a result")
         if self.calls is not None:
-            self.calls.append(Call(args[1:], options))
+            self.calls.append(Call(args[1:], {k: _apart(each) for k, each in options.items()}))
         if self.ends:
             raise _LayerReached(hidden)
         handed: Tensor = hidden if self.result is None else self.result
@@ -219,6 +232,11 @@ class Skeleton:
     def _reset(self) -> None:
         for recorder in self.recorders:
             recorder.calls, recorder.ends, recorder.result = None, False, None
+
+
+def _apart(value: Any) -> Any:
+    """Return a value for one layer: a mapping that all of them write to is not shared."""
+    return WriteOnly() if isinstance(value, MutableMapping) and not value else value
 
 
 def on_meta(value: Any) -> Any:

@@ -8,22 +8,21 @@ Shapes: B rows, S tokens of a row, D hidden.
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import MutableMapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from kenotron_models.transformers_model import empty_model
-from kenotron_models.transformers_skeleton import Skeleton, on_meta
+from kenotron_models.transformers_skeleton import Skeleton
 from kenotron_models.transformers_spec import TransformersSpec
 
 Modules = list[tuple[str, nn.Module]]
 VALUES = (Tensor, bool, int, float, str, torch.dtype, type(None), MutableMapping)
-"""What a layer may be called with; a mapping where it reads nothing that others put there."""
+"""What a layer may be called with; see ``WriteOnly`` for a mapping."""
 
 
 class Split(NamedTuple):
@@ -105,11 +104,8 @@ def _watched(model: Any, path: str, spec: TransformersSpec, results: int) -> Spl
     except Exception:  # of any kind: transformers' code got other results than its layers'
         return None
     called = [key for key, *_ in events]
-    calls = [event for event in events if isinstance(event[0], int)]
-    numbers = [key for key, *_ in calls]
+    numbers = [key for key in called if isinstance(key, int)]
     if numbers != [*range(len(skeleton.recorders))] or not _is_chain(events, spec.hidden_size):
-        return None
-    if any(_reads_others(m, *c[1:3]) for m, c in zip(layers.children(), calls, strict=True)):
         return None
     start, stop = called.index(0), len(numbers)
     before = [*first, *(name for name in called[:start] if name not in first)]
@@ -147,34 +143,3 @@ def _is_chain(events: Sequence[tuple[Any, ...]], width: int) -> bool:
             return False
         handed = result[0] if isinstance(result, tuple) else result
     return True
-
-
-class _Unreadable(UserDict[Any, Any]):
-    """A mapping that takes what a layer puts there for others, and has nothing of theirs."""
-
-    def __getitem__(self, key: Any) -> Any:
-        """Raise LookupError: what another layer has put there is wanted."""
-        raise LookupError(key)
-
-    def __contains__(self, key: object) -> bool:
-        """Raise LookupError, as above."""
-        raise LookupError(key)
-
-
-def _reads_others(layer: nn.Module, args: Any, options: Any) -> bool:
-    """Return True for a layer that reads from a mapping what another one has put there."""
-    values = [*args, *options.values()]
-    if not any(isinstance(each, MutableMapping) for each in values):
-        return False
-    try:
-        with torch.no_grad():
-            layer(*map(_there, args), **{name: _there(each) for name, each in options.items()})
-    except Exception:  # of any kind: it did not find what it looked for
-        return True
-    return False
-
-
-def _there(value: Any) -> Any:
-    """Return a value on meta, and a mapping that cannot be read."""
-    unreadable = isinstance(value, MutableMapping)
-    return _Unreadable() if unreadable else tree_map(on_meta, value)
