@@ -56,7 +56,7 @@ def test_no_sum_of_a_gradient_is_missing_or_too_much(mode: str) -> None:
 
 def without(place: str, *names: str) -> Callable[[], Patch]:
     """Modules of a class that do not declare that gradients of parameters are partial."""
-    module = resolve_name(place)
+    module = resolve_name(f"kenotron_models.{place}")
     init = module.__init__
 
     def forgetful(self: Any, *args: Any, **options: Any) -> None:
@@ -97,11 +97,11 @@ def own_gradient(dy: Any, weight: Any, how: Any, n: int) -> Any:
 
 TWICE = lambda x, axis: reduce_from(reduce_from(x, axis), axis)  # noqa: E731
 FAULTS: dict[str, tuple[str, str, Callable[[], Patch], bool]] = {
-    "norm: no sum over tokens": ("all", "sequence", without("kenotron_models.norm:RMSNorm", "weight"), True),
-    "learned places: no sum": ("places", "sequence", without("kenotron_models.embedding:Embedding", "positions"), True),
-    "router: no sum": ("experts", "sequence", without("kenotron_models.router:Router", "weight"), True),
-    "gate of shared experts: no sum": ("experts", "sequence", without("kenotron_models.shared_gate:SharedGate", "weight"), True),
-    "latent: no sum": ("latent", "sequence", without("kenotron_models.latent_attention:WholeLinear", "weight"), True),
+    "norm: no sum over tokens": ("all", "sequence", without("norm:RMSNorm", "weight"), True),
+    "learned places: no sum": ("places", "sequence", without("embedding:Embedding", "positions"), True),
+    "router: no sum": ("experts", "sequence", without("router:Router", "weight"), True),
+    "gate of shared experts: no sum": ("experts", "sequence", without("shared_gate:SharedGate", "weight"), True),
+    "latent: no sum": ("latent", "sequence", without("latent_attention:WholeLinear", "weight"), True),
     "embedding: not added": ("all", "plain", instead("tp.embedding.reduce_from", alone), True),
     "embedding: added twice": ("all", "plain", instead("tp.embedding.reduce_from", TWICE), True),
     "embedding: cut, not added": (
