@@ -82,13 +82,12 @@ def alone(row: Row) -> Row:
 def applies(row: Row) -> bool:
     """Return whether the mode has the row, by the rule that `GRID.md` states.
 
-    Where samples are cut over cp, all layers are attention and feed-forward; `ulysses` needs key
-    heads of each virtual shard for every rank.
+    Where samples are cut over cp, no layer passes states; `ulysses` needs key heads of each virtual
+    shard for every rank.
     """
     if row.cp == 1:
         return True
-    experts = row.arch in ("qwen2_moe", "qwen2_moe_limited", "deepseek")
-    whole = experts or row.arch in grid.MIXERS["arch"]
+    whole = row.arch in grid.MIXERS["arch"]
     shared = row.way == "ulysses" and max(KEY_HEADS // _most_shards(row), 1) % row.cp
     return not whole and not shared
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kenotron_models.attention import Attention
 from kenotron_models.context import Context
+from kenotron_models.experts import Experts
 from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute, whole
 from kenotron_models.virtual_chunks import (
@@ -88,6 +89,9 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
         pieces, own = [each.pieces[shard] for each in divided], [each[shard] for each in entered]
         if isinstance(first, Attention):
             found.append(_mixed(pieces, own, contexts, context))
+        elif isinstance(first, Experts):
+            whole_part = cast(Experts, block.get_submodule(name))
+            found.append(whole_part.mix_chunks(pieces, own, contexts, context))
         else:
             each = zip(pieces, own, contexts, strict=True)
             found.append([piece.forward(of_it, chunk) for piece, of_it, chunk in each])

@@ -73,8 +73,7 @@ class BlockInShards(Block):
     def divided(self, name: str, part: Part) -> Divided:
         """See ``Block``."""
         made = self._shards[name]
-        assert isinstance(made, PartInShards)  # experts are refused in chunks
-        return made.divided(part)
+        return made.divided(part) if isinstance(made, PartInShards) else super().divided(name, part)
 
     def _layer(self, x: Tensor, context: Context) -> Tensor:
         if self._cut:
@@ -129,7 +128,9 @@ class PartInShards:
                 self._bias = f"{path}.bias"
                 del self._cuts[self._bias]  # added once, after the sum
 
-    def __call__(self, x: Tensor, context: Context, *, norm: Normed, again: bool) -> Tensor:
+    def __call__(
+        self, x: Tensor, context: Context, *, norm: Normed, again: bool, part: Part | None = None
+    ) -> Tensor:
         """(T, D) -> (T, D). Collective over tp, forward and backward.
 
         Args:
@@ -137,8 +138,9 @@ class PartInShards:
             context: the micro-batch.
             norm: of x.
             again: whether what is cheap in the part is computed again in the backward.
+            part: the part, or a copy with other values; None: the part.
         """
-        pieces, enter, leave = self.divided(self._part)
+        pieces, enter, leave = self.divided(self._part if part is None else part)
         more = {"norm": _same} if again else {}
         pairs = zip(pieces, enter(norm(x)), strict=True)
         if self._virtual[0].adds_inside:
@@ -185,7 +187,7 @@ def _in_shards(
     if part.shared is not None:
         assert part.spec.shared is not None
         shared = PartInShards(part.shared, part.spec.shared, width, build, layer)
-        part.run_shared = partial(shared, norm=_same, again=False)
+        part.run_shared = lambda mlp, x, own: shared(x, own, norm=_same, again=False, part=mlp)
 
     def call(x: Tensor, context: Context, *, norm: Normed, again: bool) -> Tensor:
         return part(x, context, norm=norm) if again else part(norm(x), context)
