@@ -31,7 +31,11 @@ FAMILIES = {
     for name, config in configs().items()
     if not isinstance(config.decoder, TransformersSpec)
 }
-IN_CHUNKS = {"qwen2-moe": torch.float32, "deepseek-v3": torch.bfloat16}
+IN_CHUNKS = {
+    "gpt-oss": torch.float32,
+    "deepseek-v3": torch.bfloat16,
+    "olmoe": torch.float32,
+}
 """Families whose layers are more than dense attention and feed-forward."""
 Run = tuple[list[tuple[float, float]], list[Piece], list[Piece]]
 

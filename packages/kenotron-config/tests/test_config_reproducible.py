@@ -61,7 +61,6 @@ REFUSED = {
     "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
     "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
     "general.reproducible_max_cp: 2": (CHUNKS, ALONE, MAMBA),
-    "norms over all heads of 4 virtual shards": (CHUNKS, OLMO),
     "parallelism.cp_attention: ulysses": (
         "parallelism.cp=2",
         CHUNKS,
@@ -128,6 +127,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
         ("parallelism.dp=2", "parallelism.tp=2", "parallelism.ep=4", QWEN),
         ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", "parallelism.ep=4", QWEN),
+        ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", OLMO),
     ],
 )
 def test_the_rest_is_taken(sets: tuple[str, ...]) -> None:

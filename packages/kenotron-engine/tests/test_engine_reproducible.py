@@ -19,19 +19,8 @@ from kenotron_optim import ExactNorm, MuonConfig, SampleGradients
 
 PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_is_fused=False)}
 SPEC = cases.LLAMA.decoder
-OVER_ALL_HEADS = replace(
-    SPEC,
-    blocks=tuple(
-        replace(each, mixer=replace(each.mixer, qk_norm=each.norm, qk_norm_over="width"))
-        for each in SPEC.blocks
-    ),
-)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "compile": ({"compile": True}, {}),
-    "virtual_chunks = 2, virtual_shards = 2 and norms over all heads": (
-        {"virtual_chunks": 2, "virtual_shards": 2, "spec": OVER_ALL_HEADS},
-        {},
-    ),
     "virtual_chunks = 3, which is no power of two": ({"virtual_chunks": 3}, {}),
     "cuda_graph": ({"cuda_graph": True}, {}),
     "float16": ({"dtype": torch.float16}, {}),

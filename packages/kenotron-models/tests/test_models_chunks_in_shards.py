@@ -30,11 +30,14 @@ EXPERTS = replace(
     router=RouterSpec(experts=4, top_k=2, bias=True, balance_loss=0.3, z_loss=0.1),
     capacity_factor=0.9,
 )
+SINKS = replace(BLOCKS["sinks"].mixer, kv_heads=8)
 IN_CHUNKS = {
     "attention": BLOCKS["attention"],
     "gate": BLOCKS["gate"],
     "latent": replace(BLOCKS["latent"], mixer=LATENT),
     "two key heads of a shard": replace(BLOCKS["attention"], mixer=MANY_HEADS),
+    "sinks": replace(BLOCKS["sinks"], mixer=SINKS),
+    "width": BLOCKS["width"],
     "experts": replace(BLOCKS["experts"], feed_forward=EXPERTS),
 }
 
@@ -129,7 +132,7 @@ def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dty
     want = alone(name, dtype)
     build = Build(Axis.solo("tp"), dtype=dtype, shards=SHARDS)
     layouts = layouts_of(BlockInShards(IN_CHUNKS[name], WIDTH, build), 1)
-    over_heads = "ulysses" if IN_CHUNKS[name].mixer == MANY_HEADS else "gather"
+    over_heads = "ulysses" if IN_CHUNKS[name].mixer in (MANY_HEADS, SINKS) else "gather"
     for cp, tp, way, recompute in (
         (1, 4, "ring", "full"), (2, 2, over_heads, "mixer"), (4, 1, "ring", "selective"),
     ):  # fmt: skip

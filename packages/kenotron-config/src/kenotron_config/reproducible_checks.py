@@ -77,9 +77,6 @@ def _chunks(
         rule = f"{part} is not computed in chunks of a sample"
         yield _line("general.reproducible_max_cp", most, rule, 1)
     kinds = [m for m in {b.mixer for b in spec.blocks} if isinstance(m, AttentionSpec)]
-    if shards > 1 and any(m.norms_width for m in kinds):
-        rule = f"norms over all heads of {shards} virtual shards are not computed in chunks"
-        yield _line("general.reproducible_max_tp", general.reproducible_max_tp, rule, 1)
     each = [max(m.kv_heads // shards, 1) for m in kinds]
     shared = [heads for heads in each if heads % parallelism.cp]
     if parallelism.cp_attention == "ulysses" and shared:

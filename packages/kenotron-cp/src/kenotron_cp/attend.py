@@ -22,7 +22,7 @@ from kenotron_cp.problem import Problem
 from kenotron_cp.ring import ring_backward, ring_forward
 from kenotron_cp.scoring import Scoring
 from kenotron_cp.sinks import gradient_of_sinks, with_sinks
-from kenotron_cp.ulysses import check_heads, to_heads, to_tokens
+from kenotron_cp.ulysses import check_heads, sinks_to_heads, to_heads, to_tokens
 from kenotron_cp.visibility import Visibility
 from kenotron_dist import Axis
 
@@ -71,6 +71,8 @@ class _Attend(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: _Run
     ) -> Tensor:
         q = q.transpose(1, 2).contiguous()
+        if sinks is not None and sinks.ndim > 1:
+            sinks = sinks.transpose(1, 2).contiguous()
         # By chunk, so that chunks are sent without a copy: (chunks, B, K, tokens, D + V).
         chunks = (run.p.cut.per_rank, run.p.cut.chunk_length)
         kv = torch.cat([k, v], -1).unflatten(1, chunks).permute(1, 0, 3, 2, 4).contiguous()
@@ -87,6 +89,7 @@ class _Attend(torch.autograd.Function):
         q, kv, out, lse, sinks = ctx.saved_tensors
         dq, dkv = ctx.run.backward(q, kv, out, lse, grad)
         dsinks = None if sinks is None else gradient_of_sinks(out, lse, grad, sinks)
+        dsinks = dsinks.transpose(1, 2) if dsinks is not None and dsinks.ndim > 1 else dsinks
         depth = ctx.run.p.depth
         dk, dv = dkv.transpose(1, 2).split([depth, dkv.shape[-1] - depth], -1)
         return dq.transpose(1, 2), dk, dv, dsinks, None
@@ -117,7 +120,7 @@ def attend(
         axis: the ranks over which the sequence is cut.
         sight: which tokens see which, of the whole sequence.
         scoring: what changes the scores; None: a scale of 1 / sqrt(D). The gradient of its sinks is
-            that of this rank's queries: sum it.
+            that of this rank's queries: sum it. Sinks of each query have a gradient for each.
         way: which collectives run over ``axis``; see ``AttentionWay``.
         layout: that of ``cut_sequence``.
         kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` for
@@ -146,19 +149,23 @@ def attend(
 
 def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> Tensor:
     """Attention of some heads, or of all, over the whole sequence, as one rank computes it."""
-    cut = p.cut
+    cut, sinks = p.cut, p.scoring.sinks
+    of_queries = sinks is not None and sinks.ndim > 1
     alone = Cut(cut.sequence, 1, replace(cut.layout, strips=cut.strips))
     p = replace(p, table=p.table.sight.over(alone), rank=0)
     if axis.size == 1:
         missing = (0, 0, 0, 0, 0, alone.padded - cut.sequence)
         padded = (pad(x, missing) for x in (q, k, v))
+        sinks = pad(sinks, missing[2:]) if of_queries else sinks
         run = _Run(p, axis, "ring", 1)
-        return _Attend.apply(*padded, p.scoring.sinks, run)[:, : cut.sequence]
+        return _Attend.apply(*padded, sinks, run)[:, : cut.sequence]
     check_heads(q.shape[2], k.shape[2], axis)
     heads = q.shape[2] // axis.size
     own = p.scoring.of_heads(axis.rank * heads, (axis.rank + 1) * heads)
     run = _Run(replace(p, scoring=own), Axis.solo(axis.name), "ring", 1)
-    return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), own.sinks, run), axis, cut)
+    whole = to_heads(q, k, v, axis, cut)
+    sinks = sinks_to_heads(sinks, axis, cut) if of_queries else own.sinks
+    return to_tokens(_Attend.apply(*whole, sinks, run), axis, cut)
 
 
 def _kernel(kernel: Kernel | None, q: Tensor, v: Tensor, scoring: Scoring) -> Kernel:
@@ -198,7 +205,7 @@ def _check(
             "serve equally many query heads"
         )
     for name, value in scoring.per_head().items():
-        if value.shape != q.shape[2:3]:
+        if value.shape not in (q.shape[2:3], q.shape[:3]):
             raise ValueError(
                 f"attend: {name} {tuple(value.shape)} for {q.shape[2]} query heads: give one each"
             )

@@ -5,6 +5,7 @@ arXiv 2309.14509. Key heads that are fewer than ranks are repeated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,15 +65,28 @@ def to_heads(
     c = axis.size
     times = max(1, c // k.shape[2])
     k, v = (_Repeat.apply(x, times) if times > 1 else x for x in (k, v))
-    batch, tokens = q.shape[:2]
-    # One row for each rank: its heads of q, k and v.
-    parts = [x.unflatten(2, (c, -1)).movedim(2, 0).flatten(3) for x in (q, k, v)]
+    qs, ks, vs = _exchanged([q, k, v], axis, cut)
+    return qs, ks, vs
+
+
+def sinks_to_heads(sinks: Tensor, axis: Axis, cut: Cut) -> Tensor:
+    """Exchange sinks of own queries (B, n, H) for those of all queries of own heads (B, P, H / c).
+
+    One all-to-all over ``axis``, and one back in backward.
+    """
+    [own] = _exchanged([sinks[..., None]], axis, cut)
+    return own[..., 0]
+
+
+def _exchanged(tensors: Sequence[Tensor], axis: Axis, cut: Cut) -> list[Tensor]:
+    """Return (B, P, heads / c, features) of each of (B, n, heads, features). One all-to-all."""
+    c, (batch, tokens) = axis.size, tensors[0].shape[:2]
+    # One row for each rank: its heads of all tensors.
+    parts = [x.unflatten(2, (c, -1)).movedim(2, 0).flatten(3) for x in tensors]
     rows = all_to_all(torch.cat(parts, -1), axis)  # (c, B, n, features)
     whole = in_order(rows.movedim(0, 1).reshape(batch, c * tokens, -1), 1, cut)
     split = whole.split([part.shape[-1] for part in parts], -1)
-    wanted = zip(split, (q, k, v), strict=True)
-    qs, ks, vs = (x.unflatten(-1, (-1, like.shape[-1])) for x, like in wanted)
-    return qs, ks, vs
+    return [x.unflatten(-1, (-1, y.shape[-1])) for x, y in zip(split, tensors, strict=True)]
 
 
 def to_tokens(out: Tensor, axis: Axis, cut: Cut) -> Tensor:

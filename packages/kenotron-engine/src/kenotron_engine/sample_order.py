@@ -55,10 +55,8 @@ def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
     chunks, shards, spec = plan.virtual_chunks, plan.virtual_shards, plan.spec
     mixers = [m for m in {block.mixer for block in spec.blocks} if isinstance(m, AttentionSpec)]
     shared = any(max(mixer.kv_heads // shards, 1) % cp for mixer in mixers)
-    over_all = any(mixer.norms_width for mixer in mixers)
     named = f"virtual_chunks = {chunks}"
     return {
-        f"{named}, virtual_shards = {shards} and norms over all heads": shards > 1 and over_all,
         f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
         f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
         f"{named} and ulysses, whose ranks share key heads": shared

@@ -140,13 +140,12 @@ class PartInShards:
             again: whether what is cheap in the part is computed again in the backward.
             part: the part, or a copy with other values; None: the part.
         """
-        pieces, enter, leave = self.divided(self._part if part is None else part)
+        pieces, enter, leave, _ = self.divided(self._part if part is None else part)
         more = {"norm": _same} if again else {}
         pairs = zip(pieces, enter(norm(x)), strict=True)
         if self._virtual[0].adds_inside:
             begun = [piece.begin(each, context, **more) for piece, each in pairs]
-            total = from_shards([each for each, _ in begun], self._axis)
-            known = to_shards(self._part.of_sum(total, self._of_all), self._count, self._axis)
+            known = self._added_inside([each for each, _ in begun])
             found = [finish(each) for (_, finish), each in zip(begun, known, strict=True)]
         else:
             found = [piece(each, context, **more) for piece, each in pairs]
@@ -165,7 +164,13 @@ class PartInShards:
             y = from_shards(found, self._axis)
             return y if self._bias is None else y + given[self._bias]
 
-        return Divided(pieces, partial(to_shards, count=self._count, axis=self._axis), leave)
+        enter = partial(to_shards, count=self._count, axis=self._axis)
+        return Divided(pieces, enter, leave, self._added_inside)
+
+    def _added_inside(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what each virtual rank reads of the sum inside the part. Collective over tp."""
+        total = from_shards(parts, self._axis)
+        return to_shards(self._part.of_sum(total, self._of_all), self._count, self._axis)
 
     def _slices(self, parameter: Tensor, name: str) -> tuple[Tensor, ...]:
         """Values of a parameter for each virtual rank."""
