@@ -61,14 +61,7 @@ REFUSED = {
     "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
     "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
     "general.reproducible_max_cp: 2": (CHUNKS, ALONE, MAMBA),
-    "parallelism.cp_attention: ulysses": (
-        "parallelism.cp=2",
-        CHUNKS,
-        ALONE,
-        "parallelism.cp_attention=ulysses",
-        ONE_KEY_HEAD,
-    ),
-    "ranks share 1 key heads of each of 4 virtual shards": (
+    "cp must divide the 1 query heads of each of 4 virtual shards": (
         "parallelism.cp=2",
         CHUNKS,
         "general.reproducible_max_tp=4",
@@ -128,6 +121,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("parallelism.dp=2", "parallelism.tp=2", "parallelism.ep=4", QWEN),
         ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", "parallelism.ep=4", QWEN),
         ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", OLMO),
+        ("parallelism.cp=2", CHUNKS, ALONE, "parallelism.cp_attention=ulysses", ONE_KEY_HEAD),
     ],
 )
 def test_the_rest_is_taken(sets: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kenotron_dist import Mesh, tree_sum
 from kenotron_dist.testing import on_ranks
-from kenotron_engine import CPMode, build_training, decoder_layers, gradients_of, training_step
+from kenotron_engine import build_training, decoder_layers, gradients_of, training_step
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
 from kenotron_models import virtual_shards
 from kenotron_optim import ExactNorm, MuonConfig, SampleGradients
@@ -27,8 +27,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch_adam_is_fused": ({}, {"optimizer_factory": cases.ADAMW.optimizer_factory}),
     "the fused kernel": ({}, {"optimizer_factory": MuonConfig(torch_adam_is_fused=True)}),
 }
-SHARED = {"virtual_chunks": 2, "virtual_shards": 2, "cp_mode": CPMode("ulysses")}
-"""A virtual shard has one key head."""
 
 
 def test_rows_become_micro_batches() -> None:
@@ -132,7 +130,6 @@ def other_axis(mesh: Mesh, name: str, how: dict[str, Any]) -> None:
     [
         ("cp", "cp = 2", {}),
         ("tp", "tp = 2 and virtual_shards = 1", {}),
-        ("cp", "virtual_chunks = 2 and ulysses, whose ranks share key heads", SHARED),
     ],
 )
 def test_other_axes_are_refused(axis: str, name: str, how: dict[str, Any]) -> None:

@@ -31,11 +31,15 @@ EXPERTS = replace(
     capacity_factor=0.9,
 )
 SINKS = replace(BLOCKS["sinks"].mixer, kv_heads=8)
+FEW_KEY_HEADS = replace(BLOCKS["attention"].mixer, heads=16, kv_heads=2)
+OVER_HEADS = (MANY_HEADS, SINKS, FEW_KEY_HEADS)
+"""Their heads are exchanged over two ranks; of the last four copies of key heads."""
 IN_CHUNKS = {
     "attention": BLOCKS["attention"],
     "gate": BLOCKS["gate"],
     "latent": replace(BLOCKS["latent"], mixer=LATENT),
     "two key heads of a shard": replace(BLOCKS["attention"], mixer=MANY_HEADS),
+    "one key head of a shard": replace(BLOCKS["attention"], mixer=FEW_KEY_HEADS),
     "sinks": replace(BLOCKS["sinks"], mixer=SINKS),
     "width": BLOCKS["width"],
     "experts": replace(BLOCKS["experts"], feed_forward=EXPERTS),
@@ -132,7 +136,7 @@ def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dty
     want = alone(name, dtype)
     build = Build(Axis.solo("tp"), dtype=dtype, shards=SHARDS)
     layouts = layouts_of(BlockInShards(IN_CHUNKS[name], WIDTH, build), 1)
-    over_heads = "ulysses" if IN_CHUNKS[name].mixer in (MANY_HEADS, SINKS) else "gather"
+    over_heads = "ulysses" if IN_CHUNKS[name].mixer in OVER_HEADS else "gather"
     for cp, tp, way, recompute in (
         (1, 4, "ring", "full"), (2, 2, over_heads, "mixer"), (4, 1, "ring", "selective"),
     ):  # fmt: skip

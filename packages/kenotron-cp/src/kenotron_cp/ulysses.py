@@ -19,17 +19,28 @@ from kenotron_dist.autograd import all_to_all
 
 
 class _Repeat(torch.autograd.Function):
-    """Each head ``times`` times; gradients of the copies are added in fp32."""
+    """Each head ``times`` times; gradients of the copies are added in fp32, or in a tree."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
-        ctx.times = times
+    def forward(ctx: Any, x: Tensor, times: int, in_tree: bool) -> Tensor:
+        ctx.times, ctx.in_tree = times, in_tree
         return x.repeat_interleave(times, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         copies = grads[0].unflatten(2, (-1, ctx.times))
-        return copies.sum(3, dtype=accumulated(copies.dtype)).to(copies.dtype), None
+        if ctx.in_tree:
+            return sum_of_copies(copies.unbind(3)), None, None
+        return copies.sum(3, dtype=accumulated(copies.dtype)).to(copies.dtype), None, None
+
+
+def sum_of_copies(parts: Sequence[Tensor]) -> Tensor:
+    """Sum tensors of one shape and dtype in a binary tree, in fp32 at least; rounded once."""
+    dtype = parts[0].dtype
+    rows = [part.to(accumulated(dtype)) for part in parts]
+    while len(rows) > 1:
+        rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    return rows[0].to(dtype)
 
 
 def check_heads(heads: int, kv_heads: int, axis: Axis) -> None:
@@ -48,7 +59,7 @@ def check_heads(heads: int, kv_heads: int, axis: Axis) -> None:
 
 
 def to_heads(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, cut: Cut
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, cut: Cut, copies: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange tokens for heads: one all-to-all over ``axis``, and one back in backward.
 
@@ -58,13 +69,14 @@ def to_heads(
         v: (B, n, K, V).
         axis: c ranks.
         cut: how the sequence lies on them.
+        copies: of each key head that are sent, 1 where these are as many as are needed.
 
     Returns:
         (B, P, H / c, D) and twice (B, P, max(K / c, 1), ...): all P tokens of the padded sequence.
     """
     c = axis.size
-    times = max(1, c // k.shape[2])
-    k, v = (_Repeat.apply(x, times) if times > 1 else x for x in (k, v))
+    times = copies if copies > 1 else max(1, c // k.shape[2])
+    k, v = (_Repeat.apply(x, times, copies > 1) if times > 1 else x for x in (k, v))
     qs, ks, vs = _exchanged([q, k, v], axis, cut)
     return qs, ks, vs
 
