@@ -27,8 +27,6 @@ BATCH = 6
 MODE = "with general.reproducible: true"
 OF_THE_BITS = ("attention", "order")
 """Settings that have bits of their own in the mode."""
-KEY_HEADS = 2
-"""Of all models of the grid with attention."""
 Keys = Mapping[str, str]
 Reference = Callable[[Row, Keys], Measured]
 """Measures a row of one process with further keys of its config."""
@@ -82,15 +80,9 @@ def alone(row: Row) -> Row:
 def applies(row: Row) -> bool:
     """Return whether the mode has the row, by the rule that `GRID.md` states.
 
-    Where samples are cut over cp, all layers are attention and feed-forward; `ulysses` needs key
-    heads of each virtual shard for every rank.
+    Where samples are cut over cp, no layer passes states.
     """
-    if row.cp == 1:
-        return True
-    experts = row.arch in ("qwen2_moe", "qwen2_moe_limited", "deepseek")
-    whole = experts or row.arch in grid.MIXERS["arch"]
-    shared = row.way == "ulysses" and max(KEY_HEADS // _most_shards(row), 1) % row.cp
-    return not whole and not shared
+    return row.cp == 1 or row.arch not in grid.MIXERS["arch"]
 
 
 def refusal(row: Row) -> str:

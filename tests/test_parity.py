@@ -104,9 +104,7 @@ def test_the_mode_has_every_row_but_those_of_the_rule() -> None:
     rows = [row for section in grid.SECTIONS for row in grid_table.rows_of(section)]
     refused = [row for row in rows if not grid_bits.applies(row)]
     assert 3 * len(refused) < len(rows)
-    assert {grid_bits.refusal(row) for row in refused} == {
-        "general.reproducible_max_cp", "parallelism.cp_attention"
-    }  # fmt: skip
+    assert {grid_bits.refusal(row) for row in refused} == {"general.reproducible_max_cp"}
 
 
 def test_a_row_is_verified(row: Row, tmp_path: Path) -> None:

@@ -31,6 +31,12 @@ FAMILIES = {
     for name, config in configs().items()
     if not isinstance(config.decoder, TransformersSpec)
 }
+IN_CHUNKS = {
+    "gpt-oss": torch.float32,
+    "deepseek-v3": torch.bfloat16,
+    "olmoe": torch.float32,
+}
+"""Families whose layers are more than dense attention and feed-forward."""
 Run = tuple[list[tuple[float, float]], list[Piece], list[Piece]]
 
 
@@ -41,6 +47,7 @@ def train(
     zero: int,
     sequence: bool,
     reproducible: bool = True,
+    chunks: int = 1,
 ) -> Run:
     """Losses and norms, gradients of the last step, weights and the optimizer's state."""
     shards = virtual_shards(config.decoder, MOST) if reproducible else 1
@@ -49,7 +56,7 @@ def train(
     schedule = schedule_named("zb-h1" if mesh["pp"].size > 1 else "1f1b")
     plan = ModelPlan(
         spec=config.decoder, schedule=schedule, dtype=dtype, draws=(0.1, "NUM_LAYERS"),
-        reproducible=reproducible, virtual_shards=shards,
+        reproducible=reproducible, virtual_shards=shards, virtual_chunks=chunks,
         mode=TPMode(sequence_parallel=sequence),
     )  # fmt: skip
     training = build_training(plan, optim, mesh, train_steps=STEPS)
@@ -81,11 +88,26 @@ def test_a_family_has_the_bits_of_one_process(name: str, dtype: torch.dtype) -> 
         layouts += [(2, {"dp": 2, "tp": 2, "ep": 2}), (0, {"pp": 2, "tp": 2})]
     for zero, sizes in layouts:
         ranks = on_ranks(train, config, dtype, zero, dtype == torch.float32, **sizes)
-        assert all(series == alone[0] for series, *_ in ranks)
-        for part in (1, 2):
-            want, got = join_pieces([alone[part]]), join_pieces(rank[part] for rank in ranks)
-            assert want.keys() == got.keys()
-            assert [n for n in want if not (want[n] == got[n]).all()] == []
+        check_bits(ranks, alone)
+
+
+def check_bits(ranks: list[Run], alone: Run) -> None:
+    """Compare what all ranks found with one process."""
+    assert all(series == alone[0] for series, *_ in ranks)
+    for part in (1, 2):
+        want, got = join_pieces([alone[part]]), join_pieces(rank[part] for rank in ranks)
+        assert want.keys() == got.keys()
+        assert [n for n in want if not (want[n] == got[n]).all()] == []
+
+
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_chunks_of_samples_have_the_bits_of_one_process(name: str) -> None:
+    config = FAMILIES[name], IN_CHUNKS[name]
+    [alone] = on_ranks(train, *config, 0, False, True, 4)
+    ep = 2 if FAMILIES[name].decoder.routes else 1
+    for zero, sizes in ((2, {"cp": 2, "ep": ep}), (1, {"cp": 2, "tp": 2, "ep": ep})):
+        check_bits(on_ranks(train, *config, zero, True, True, 4, **sizes), alone)
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3", "olmo2", "jamba", "granite-hybrid"])

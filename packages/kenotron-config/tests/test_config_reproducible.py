@@ -31,6 +31,9 @@ QWEN = (
     "max_position_embeddings: 64, moe_config: {num_experts: 4, top_k: 2, "
     "moe_intermediate_size: 8}}"
 )
+MAMBA = (
+    "model.model_config={is_mamba_config: true, d_model: 16, num_hidden_layers: 2, vocab_size: 257}"
+)
 MUON = "optimizer.optimizer_factory={name: muon, adamw_named_params: []}"
 OF_TWELVE_HEADS = (
     "model.model_config={is_llama_config: true, hidden_size: 24, intermediate_size: 24, "
@@ -57,16 +60,8 @@ REFUSED = {
     "parallelism.cp: 2": ("parallelism.cp=2",),
     "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
     "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
-    "general.reproducible_max_cp: 2": (CHUNKS, ALONE, QWEN),
-    "norms over all heads of 4 virtual shards": (CHUNKS, OLMO),
-    "parallelism.cp_attention: ulysses": (
-        "parallelism.cp=2",
-        CHUNKS,
-        ALONE,
-        "parallelism.cp_attention=ulysses",
-        ONE_KEY_HEAD,
-    ),
-    "ranks share 1 key heads of each of 4 virtual shards": (
+    "general.reproducible_max_cp: 2": (CHUNKS, ALONE, MAMBA),
+    "cp must divide the 1 query heads of each of 4 virtual shards": (
         "parallelism.cp=2",
         CHUNKS,
         "general.reproducible_max_tp=4",
@@ -124,6 +119,9 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("parallelism.cp=2", CHUNKS, "model.mtp={weight: 0.3}"),
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
         ("parallelism.dp=2", "parallelism.tp=2", "parallelism.ep=4", QWEN),
+        ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", "parallelism.ep=4", QWEN),
+        ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", OLMO),
+        ("parallelism.cp=2", CHUNKS, ALONE, "parallelism.cp_attention=ulysses", ONE_KEY_HEAD),
     ],
 )
 def test_the_rest_is_taken(sets: tuple[str, ...]) -> None:

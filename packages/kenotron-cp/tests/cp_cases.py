@@ -81,6 +81,10 @@ def cases():
         "cap and sinks": Case(Visibility(37), 8, 1, {"scoring": Scoring(0.25, 1.0, SINKS)}),
         "dropout": Case(Visibility(48, 20), 8, 2, {"scoring": DROPPED}, 2),
         "bf16": Case(Visibility(64), 8, 2, {"kernel": FLASH_CPU}, dtype=torch.bfloat16),
+        "copies of key heads": Case(Visibility(64, 50), 8, 2, {"copies": 4}, 2),
+        "copies in bf16": Case(
+            Visibility(37), 8, 1, {"copies": 8, "kernel": FLASH_CPU}, dtype=torch.bfloat16
+        ),
         "fp64": Case(Visibility(50, 30), 8, 4, dtype=torch.float64),
     }
 

@@ -42,6 +42,7 @@ def shaped(q=(1, 8, 4, 6), k=(1, 8, 2, 6), v=(1, 8, 2, 6), axis=SOLO, sight=None
             r"sinks \(2,\) for 4 query heads: give one each",
         ),
         ({"stride": 0}, "stride is 0, it must be at least 1"),
+        ({"copies": 3}, "copies is 3; it must be a power of two that divides the 2 query heads"),
         (
             {"scoring": Scoring(1.0, 1.0, dropout=Dropout(0.1, keep)), "kernel": FLASH_CPU},
             "kernel flash_cpu has no cap and no dropout: leave out kernel, or give PLAIN",

@@ -25,11 +25,12 @@ def keep(rows, heads, queries, keys):
     return uniform(7, rows[:, None, None, None], heads[:, None, None], queries[:, None], keys) > 0.3
 
 
-def gradient(mesh, way, fields, options):
-    """Of the sinks, summed over ranks."""
+def gradient(mesh, way, fields, options, each=False):
+    """Of the sinks, summed over ranks; ``each``: every query is given its own."""
     axis, sinks = mesh["cp"], SINKS.clone().requires_grad_()
     *tensors, grad = (cut_sequence(x, axis) for x in CASE.tensors())
-    scoring = Scoring(CASE.depth**-0.5, sinks=sinks, **fields)
+    given = sinks.expand(tensors[0].shape[:3]) if each else sinks
+    scoring = Scoring(CASE.depth**-0.5, sinks=given, **fields)
     attend(*tensors, axis, CASE.sight, scoring, way=way, **options).backward(grad)
     return all_reduce(sinks.grad, axis)
 
@@ -48,13 +49,18 @@ def by_the_definition(cap=None):
 
 def gradients(mesh):
     """Of all ways and kernels."""
-    return {(way, i): gradient(mesh, way, *how) for way in WAYS for i, how in enumerate(OPTIONS)}
+    return {
+        (way, i, each): gradient(mesh, way, *how, each)
+        for way in WAYS
+        for i, how in enumerate(OPTIONS)
+        for each in (False, True)
+    }
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_it_is_that_of_one_process(cp: int):
     for ranks in on_ranks(gradients, cp=cp):
-        for (way, i), found in ranks.items():
+        for (way, i, _), found in ranks.items():
             want = by_the_definition(OPTIONS[i][0].get("cap"))
             assert_close(found.double(), want, rtol=1e-5, atol=1e-5, msg=f"{way}, {OPTIONS[i]}")
 

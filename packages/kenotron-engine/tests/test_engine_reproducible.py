@@ -12,34 +12,21 @@ import torch
 
 from kenotron_dist import Mesh, tree_sum
 from kenotron_dist.testing import on_ranks
-from kenotron_engine import CPMode, build_training, decoder_layers, gradients_of, training_step
+from kenotron_engine import build_training, decoder_layers, gradients_of, training_step
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
 from kenotron_models import virtual_shards
 from kenotron_optim import ExactNorm, MuonConfig, SampleGradients
 
 PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_is_fused=False)}
 SPEC = cases.LLAMA.decoder
-OVER_ALL_HEADS = replace(
-    SPEC,
-    blocks=tuple(
-        replace(each, mixer=replace(each.mixer, qk_norm=each.norm, qk_norm_over="width"))
-        for each in SPEC.blocks
-    ),
-)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "compile": ({"compile": True}, {}),
-    "virtual_chunks = 2, virtual_shards = 2 and norms over all heads": (
-        {"virtual_chunks": 2, "virtual_shards": 2, "spec": OVER_ALL_HEADS},
-        {},
-    ),
     "virtual_chunks = 3, which is no power of two": ({"virtual_chunks": 3}, {}),
     "cuda_graph": ({"cuda_graph": True}, {}),
     "float16": ({"dtype": torch.float16}, {}),
     "torch_adam_is_fused": ({}, {"optimizer_factory": cases.ADAMW.optimizer_factory}),
     "the fused kernel": ({}, {"optimizer_factory": MuonConfig(torch_adam_is_fused=True)}),
 }
-SHARED = {"virtual_chunks": 2, "virtual_shards": 2, "cp_mode": CPMode("ulysses")}
-"""A virtual shard has one key head."""
 
 
 def test_rows_become_micro_batches() -> None:
@@ -143,7 +130,6 @@ def other_axis(mesh: Mesh, name: str, how: dict[str, Any]) -> None:
     [
         ("cp", "cp = 2", {}),
         ("tp", "tp = 2 and virtual_shards = 1", {}),
-        ("cp", "virtual_chunks = 2 and ulysses, whose ranks share key heads", SHARED),
     ],
 )
 def test_other_axes_are_refused(axis: str, name: str, how: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from kenotron_dist import Axis, Mesh, all_reduce
 from kenotron_dist.testing import on_ranks
 from kenotron_models import Build, Context, SequenceCut
 from kenotron_models.layers import Experts, ExpertsSpec, RouterSpec
-from kenotron_models.router_losses import LoadSums, balance, load_sums
+from kenotron_models.router_losses import LoadSums, balance, load_sums, over_ranks
 from kenotron_tp import TPMode
 
 BATCH, SEQUENCE, WIDTH, COEFFICIENT = 2, 10, 8, 0.4
@@ -127,9 +127,9 @@ def test_micro_batches_of_samples_have_the_loss_of_samples() -> None:
         with torch.no_grad():
             router.weight.copy_(weight)
         rows = torch.zeros(SEQUENCE, dtype=torch.int64)
-        sums = [load_sums(router(one), spec, rows, 1, []) for one in x]
+        sums = [load_sums([router(one)], spec, [rows], 1, over_ranks()) for one in x]
         values[kind] = [balance(each, spec).item() for each in sums]
-        both = load_sums(router(x.flatten(0, 1)), spec, rows.repeat(2), 1, [])
+        both = load_sums([router(x.flatten(0, 1))], spec, [rows.repeat(2)], 1, over_ranks())
         values["whole"] = [balance(both, spec).item()]
     assert values["sample"] == values["micro_batch"]
     assert values["whole"][0] != pytest.approx(sum(values["sample"]), rel=1e-3)
@@ -146,7 +146,7 @@ def test_values_are_those_of_the_named_formula(kind: str) -> None:
         with torch.no_grad():
             router.weight.copy_(weight)
         rows = torch.arange(BATCH).repeat_interleave(SEQUENCE)
-        sums = load_sums(router(x.flatten(0, 1)), spec, rows, BATCH, [])
+        sums = load_sums([router(x.flatten(0, 1))], spec, [rows], BATCH, over_ranks())
         total += balance(sums, spec, earlier).item()
         earlier.append(sums)
     assert total / TOKENS == pytest.approx(wanted(kind)[0], rel=1e-6)

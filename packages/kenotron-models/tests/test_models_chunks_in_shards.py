@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from decoder_gradients import Sink
 from test_models_block_in_shards import BLOCKS, WIDTH, draw
 from torch import Tensor
 
@@ -19,16 +20,29 @@ from kenotron_dist.separate_uses import set_use_receiver
 from kenotron_dist.testing import on_ranks
 from kenotron_models import Build, Context, Recompute, SequenceCut
 from kenotron_models.block_in_shards import BlockInShards
-from kenotron_models.layers import Block
+from kenotron_models.layers import Block, Experts, RouterSpec
 
 SEQUENCE, VIRTUAL, SHARDS = 37, 4, 4
 LATENT = replace(BLOCKS["latent"].mixer, head_dim=12)
 MANY_HEADS = replace(BLOCKS["attention"].mixer, heads=8, kv_heads=8)
+EXPERTS = replace(
+    BLOCKS["experts"].feed_forward,
+    router=RouterSpec(experts=4, top_k=2, bias=True, balance_loss=0.3, z_loss=0.1),
+    capacity_factor=0.9,
+)
+SINKS = replace(BLOCKS["sinks"].mixer, kv_heads=8)
+FEW_KEY_HEADS = replace(BLOCKS["attention"].mixer, heads=16, kv_heads=2)
+OVER_HEADS = (MANY_HEADS, SINKS, FEW_KEY_HEADS)
+"""Their heads are exchanged over two ranks; of the last four copies of key heads."""
 IN_CHUNKS = {
     "attention": BLOCKS["attention"],
     "gate": BLOCKS["gate"],
     "latent": replace(BLOCKS["latent"], mixer=LATENT),
     "two key heads of a shard": replace(BLOCKS["attention"], mixer=MANY_HEADS),
+    "one key head of a shard": replace(BLOCKS["attention"], mixer=FEW_KEY_HEADS),
+    "sinks": replace(BLOCKS["sinks"], mixer=SINKS),
+    "width": BLOCKS["width"],
+    "experts": replace(BLOCKS["experts"], feed_forward=EXPERTS),
 }
 
 
@@ -37,8 +51,9 @@ class Found(NamedTuple):
 
     outputs: dict[int, Tensor]
     """Of each token, by its place in the row: first the output, then the input's gradient."""
-    gradients: dict[tuple[int, str], Tensor]
-    """Of this rank's part of each parameter, by virtual chunk and name."""
+    gradients: dict[tuple[int, int, str], Tensor]
+    """Of this rank's part of each parameter, by virtual chunk and name; of experts by virtual
+    shard, too."""
 
 
 def layouts_of(block: Block, tp: int) -> dict[str, TensorLayout]:
@@ -54,8 +69,17 @@ def fill(block: Block, tp: Axis, dtype: torch.dtype) -> None:
             parameter.copy_(scatter(whole.to(dtype), layouts[name], view(tp.size, tp.rank)))
 
 
+def added_losses(block: Block) -> list[Tensor]:
+    """Losses that the block will add."""
+    found: list[Tensor] = []
+    for module in block.modules():
+        if isinstance(module, Experts):
+            module.auxiliary_losses = Sink(found)
+    return found
+
+
 def view(ranks: int, rank: int) -> GridView:
-    return GridView({"tp": ranks}, {"tp": rank})
+    return GridView({"tp": ranks, "ep": 1}, {"tp": rank, "ep": 0})
 
 
 def computed(
@@ -63,27 +87,39 @@ def computed(
 ) -> Found:
     torch.set_num_threads(1)
     cp, tp = mesh["cp"], mesh["tp"]
-    build = Build(tp, dtype=dtype, shards=SHARDS)
+    build = Build(tp, dtype=dtype, shards=SHARDS, by_source=True)
     block = BlockInShards(IN_CHUNKS[name], WIDTH, build, recompute=recompute)
     fill(block, tp, dtype)
+    losses = added_losses(block)
     layout = Layout(strips=Cut(SEQUENCE, VIRTUAL, Layout()).strips)
     positions = torch.arange(SEQUENCE) - 20 * (torch.arange(SEQUENCE) >= 20)  # two documents
     cut = SequenceCut(cp, positions[None], way=way, layout=layout, virtual=VIRTUAL)
     places, chunks = cut.places_S, VIRTUAL // cp.size
     padded = torch.cat([positions, torch.zeros(64, dtype=torch.int64)])
-    context = Context(padded[places][None], cut=cut, chunks=chunks)
-    found: dict[tuple[int, str], Tensor] = {}
+    context = Context(
+        padded[places][None], cut=cut, chunks=chunks, padding_BS=(places >= SEQUENCE)[None],
+        loss_weight=torch.tensor(1 / SEQUENCE),
+    )  # fmt: skip
+    found: dict[tuple[int, int, str], Tensor] = {}
+    layouts, total = layouts_of(block, tp.size), 0
     for path, parameter in block.named_parameters():
+        of_expert = layouts[path].grid == "expert"
+        shards, first = (SHARDS // tp.size, tp.rank) if of_expert else (1, 0)
+        total += chunks * shards
 
-        def receive(number: int, gradient: Tensor, path: str = path) -> None:
-            found[cp.rank * chunks + number, path] = gradient
+        def receive(
+            use: int, gradient: Tensor, path: str = path, shards: int = shards, first: int = first
+        ) -> None:
+            chunk, shard = divmod(use, shards)
+            found[cp.rank * chunks + chunk, first * shards + shard, path] = gradient
 
         set_use_receiver(parameter, receive)
     rows = [draw(each, SEQUENCE + 64, WIDTH).to(dtype)[places] for each in "xy"]
     x = rows[0].requires_grad_()
     y = block(x, context)
-    y.backward(rows[1] * (places < SEQUENCE)[:, None])
-    assert x.grad is not None and len(found) == chunks * len(list(block.parameters()))
+    dy = rows[1] * (places < SEQUENCE)[:, None]
+    torch.autograd.backward([y, *losses], [dy, *map(torch.ones_like, losses)])
+    assert x.grad is not None and len(found) == total
     each = zip(places.tolist(), torch.stack([y.detach(), x.grad], 1), strict=True)
     return Found({place: row for place, row in each if place < SEQUENCE}, found)
 
@@ -100,16 +136,16 @@ def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dty
     want = alone(name, dtype)
     build = Build(Axis.solo("tp"), dtype=dtype, shards=SHARDS)
     layouts = layouts_of(BlockInShards(IN_CHUNKS[name], WIDTH, build), 1)
-    over_heads = "ulysses" if IN_CHUNKS[name].mixer == MANY_HEADS else "gather"
+    over_heads = "ulysses" if IN_CHUNKS[name].mixer in OVER_HEADS else "gather"
     for cp, tp, way, recompute in (
         (1, 4, "ring", "full"), (2, 2, over_heads, "mixer"), (4, 1, "ring", "selective"),
     ):  # fmt: skip
         ranks = on_ranks(computed, name, dtype, way, recompute, cp=cp, tp=tp)
         for rank, got in enumerate(ranks):
             assert all(torch.equal(row, want.outputs[at]) for at, row in got.outputs.items())
-            for (chunk, path), gradient in got.gradients.items():
-                own = scatter(want.gradients[chunk, path], layouts[path], view(tp, rank % tp))
-                assert torch.equal(gradient, own), (cp, tp, chunk, path)
+            for (*place, path), gradient in got.gradients.items():
+                own = scatter(want.gradients[*place, path], layouts[path], view(tp, rank % tp))
+                assert torch.equal(gradient, own), (cp, tp, place, path)
         assert set().union(*(got.outputs for got in ranks)) == {*range(SEQUENCE)}
 
 
@@ -119,13 +155,15 @@ def test_the_numbers_are_those_of_an_ordinary_block(name: str) -> None:
     fill(block, Axis.solo("tp"), torch.float32)
     x, grad = (draw(each, SEQUENCE + 64, WIDTH)[:SEQUENCE] for each in "xy")
     positions = torch.arange(SEQUENCE) - 20 * (torch.arange(SEQUENCE) >= 20)
-    y = block(x.requires_grad_(), Context(positions[None]))
-    y.backward(grad)
+    losses, weight = added_losses(block), torch.tensor(1 / SEQUENCE)
+    y = block(x.requires_grad_(), Context(positions[None], loss_weight=weight))
+    torch.autograd.backward([y, *losses], [grad, *map(torch.ones_like, losses)])
     found = alone(name, torch.float32)
     assert x.grad is not None
     want = torch.stack([y.detach(), x.grad], 1)
     got = torch.stack([found.outputs[place] for place in range(SEQUENCE)])
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     for path, parameter in block.named_parameters():
-        total = torch.stack([found.gradients[n, path] for n in range(VIRTUAL)]).sum(0)
+        leaves = [each for (*_, of), each in found.gradients.items() if of == path]
+        total = torch.stack(leaves).sum(0)
         torch.testing.assert_close(total, parameter.grad, rtol=1e-3, atol=1e-3)

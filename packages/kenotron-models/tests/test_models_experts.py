@@ -27,7 +27,7 @@ from kenotron_models.layers import (
 )
 from kenotron_models.routed_tokens import routed_rows
 from kenotron_models.router_jitter import jitter_factors
-from kenotron_models.router_losses import balance, load_sums, router_loss
+from kenotron_models.router_losses import balance, load_sums, over_ranks, router_loss
 from kenotron_models.stacked_linear import outer_products, stacked_product
 
 ALONE = Build(Axis.solo("tp"), device=None)
@@ -130,7 +130,7 @@ def losses(layer: Experts, x: Tensor, batch: int = 2, sequence: int = 9, **more:
     if rows is None:
         rows = torch.arange(batch * sequence) // sequence
     spec = layer.spec.router
-    return router_loss(layer.router(x), spec, rows, batch, [ALONE.tp])[0].item()
+    return router_loss([layer.router(x)], spec, [rows], batch, over_ranks([ALONE.tp]))[0].item()
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -138,7 +138,7 @@ def test_an_even_load_has_a_balance_loss_of_one_a_token(scoring: str) -> None:
     layer = experts(top_k=6, scoring=scoring)
     rows = torch.arange(18) // 9
     spec = layer.spec.router
-    loss = balance(load_sums(layer.router(tokens()), spec, rows, 2, []), spec)
+    loss = balance(load_sums([layer.router(tokens())], spec, [rows], 2, over_ranks()), spec)
     assert loss.item() == pytest.approx(18)
 
 
@@ -151,7 +151,7 @@ def test_losses_have_the_gradients_of_finite_differences(kind: str) -> None:
     chosen = layer.router(x).experts_TK
 
     def loss() -> Tensor:
-        return router_loss(layer.router(x, chosen), spec, rows, 2, [])[0]
+        return router_loss([layer.router(x, chosen)], spec, [rows], 2, over_ranks())[0]
 
     (gradient,) = torch.autograd.grad(loss(), weight)
     for place in ((0, 0), (3, 5), (5, 9)):

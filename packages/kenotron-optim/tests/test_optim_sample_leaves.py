@@ -52,8 +52,24 @@ def test_one_chunk_keeps_the_numbers_of_samples() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_shards_cut_the_tokens_of_experts_as_chunks_do(tp: int) -> None:
     leaves = SampleLeaves(3, 2, 1, 1, tp=tp, shards=4)
+    experts, chunks = leaves.of_experts, SampleLeaves(3, 2, tp, 4)
     assert leaves.uses == 1 and leaves.total == 6
-    assert leaves.of_experts == SampleLeaves(3, 2, tp, 4)
+    assert experts.uses == chunks.uses == 4 // tp and experts.total == chunks.total
+    places = [(s, use, i) for s in range(2 * tp) for use in range(4 // tp) for i in range(3)]
+    assert [experts.number(*each) for each in places] == [chunks.number(*each) for each in places]
+    assert experts.nodes(range(tp)) == chunks.nodes(range(tp))
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 4)])
+def test_shards_of_a_chunk_come_before_the_next_chunk(cp: int, tp: int) -> None:
+    leaves = SampleLeaves(1, 1, cp, 4, tp=tp, shards=4).of_experts
+    found = {}
+    for source in range(cp * tp):
+        for use in range(leaves.uses):
+            chunk, shard = divmod(use, 4 // tp)
+            chunk, shard = chunk + source // tp * 4 // cp, shard + source % tp * 4 // tp
+            found[chunk, shard] = leaves.number(source, use, 0)
+    assert found == {(chunk, shard): 4 * chunk + shard for chunk in range(4) for shard in range(4)}
 
 
 def test_a_rank_has_neighbouring_chunks() -> None:

@@ -77,14 +77,10 @@ def _chunks(
         rule = f"{part} is not computed in chunks of a sample"
         yield _line("general.reproducible_max_cp", most, rule, 1)
     kinds = [m for m in {b.mixer for b in spec.blocks} if isinstance(m, AttentionSpec)]
-    if shards > 1 and any(m.norms_width for m in kinds):
-        rule = f"norms over all heads of {shards} virtual shards are not computed in chunks"
-        yield _line("general.reproducible_max_tp", general.reproducible_max_tp, rule, 1)
-    each = [max(m.kv_heads // shards, 1) for m in kinds]
-    shared = [heads for heads in each if heads % parallelism.cp]
+    shared = [m.heads // shards for m in kinds if m.heads // shards % parallelism.cp]
     if parallelism.cp_attention == "ulysses" and shared:
         of = f" of each of {shards} virtual shards" if shards > 1 else ""
-        rule = f"ranks share {shared[0]} key heads{of} and add their gradients in another order"
+        rule = f"ranks exchange heads, and cp must divide the {shared[0]} query heads{of}"
         yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
 
 

@@ -22,7 +22,13 @@ from kenotron_cp.problem import Problem
 from kenotron_cp.ring import ring_backward, ring_forward
 from kenotron_cp.scoring import Scoring
 from kenotron_cp.sinks import gradient_of_sinks, with_sinks
-from kenotron_cp.ulysses import check_heads, to_heads, to_tokens
+from kenotron_cp.ulysses import (
+    check_heads,
+    sinks_to_heads,
+    sum_of_copies,
+    to_heads,
+    to_tokens,
+)
 from kenotron_cp.visibility import Visibility
 from kenotron_dist import Axis
 
@@ -71,6 +77,8 @@ class _Attend(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: _Run
     ) -> Tensor:
         q = q.transpose(1, 2).contiguous()
+        if sinks is not None and sinks.ndim > 1:
+            sinks = sinks.transpose(1, 2).contiguous()
         # By chunk, so that chunks are sent without a copy: (chunks, B, K, tokens, D + V).
         chunks = (run.p.cut.per_rank, run.p.cut.chunk_length)
         kv = torch.cat([k, v], -1).unflatten(1, chunks).permute(1, 0, 3, 2, 4).contiguous()
@@ -86,7 +94,10 @@ class _Attend(torch.autograd.Function):
         grad = grads[0].transpose(1, 2).contiguous()
         q, kv, out, lse, sinks = ctx.saved_tensors
         dq, dkv = ctx.run.backward(q, kv, out, lse, grad)
+        if (copies := ctx.run.p.copies) > 1:
+            dkv = sum_of_copies(dkv.unflatten(1, (-1, copies)).unbind(2))
         dsinks = None if sinks is None else gradient_of_sinks(out, lse, grad, sinks)
+        dsinks = dsinks.transpose(1, 2) if dsinks is not None and dsinks.ndim > 1 else dsinks
         depth = ctx.run.p.depth
         dk, dv = dkv.transpose(1, 2).split([depth, dkv.shape[-1] - depth], -1)
         return dq.transpose(1, 2), dk, dv, dsinks, None
@@ -104,6 +115,7 @@ def attend(
     layout: Layout = Layout(),
     kernel: Kernel | None = None,
     stride: int = 1,
+    copies: int = 1,
 ) -> Tensor:
     """Exact attention over a sequence that is cut over the ranks of an axis.
 
@@ -117,12 +129,15 @@ def attend(
         axis: the ranks over which the sequence is cut.
         sight: which tokens see which, of the whole sequence.
         scoring: what changes the scores; None: a scale of 1 / sqrt(D). The gradient of its sinks is
-            that of this rank's queries: sum it.
+            that of this rank's queries: sum it. Sinks of each query have a gradient for each.
         way: which collectives run over ``axis``; see ``AttentionWay``.
         layout: that of ``cut_sequence``.
         kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` for
             scorings, dtypes and features that torch's does not take.
         stride: key heads that the way ``gather`` has at a time.
+        copies: a power of two that divides H / K. The gradient of a key head is that of so many
+            copies, which are added in a tree: then its bits are those of ``ulysses``, too, where
+            ranks share key heads. That way sends as many; c divides K times ``copies``.
 
     Returns:
         (B, n, H, V) in the dtype of ``q``. Partial results are added in fp32 (fp64 for fp64).
@@ -137,8 +152,13 @@ def attend(
         raise ValueError(f"attend: way {way!r} is not ring, gather or ulysses")
     if stride < 1:
         raise ValueError(f"attend: stride is {stride}, it must be at least 1")
+    if (each := q.shape[2] // k.shape[2]) % max(copies, 1) or copies & (copies - 1) or copies < 1:
+        raise ValueError(
+            f"attend: copies is {copies}; it must be a power of two that divides the {each} query "
+            "heads of a key head"
+        )
     kernel = _kernel(kernel, q, v, scoring)
-    p = Problem(sight.over(cut), axis.rank, kernel, scoring, q.shape[-1])
+    p = Problem(sight.over(cut), axis.rank, kernel, scoring, q.shape[-1], copies)
     if axis.size > 1 and way != "ulysses":
         return _Attend.apply(q, k, v, scoring.sinks, _Run(p, axis, way, stride))
     return _whole_sequence(q, k, v, axis, p)
@@ -146,19 +166,23 @@ def attend(
 
 def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> Tensor:
     """Attention of some heads, or of all, over the whole sequence, as one rank computes it."""
-    cut = p.cut
+    cut, sinks = p.cut, p.scoring.sinks
+    of_queries = sinks is not None and sinks.ndim > 1
     alone = Cut(cut.sequence, 1, replace(cut.layout, strips=cut.strips))
     p = replace(p, table=p.table.sight.over(alone), rank=0)
     if axis.size == 1:
         missing = (0, 0, 0, 0, 0, alone.padded - cut.sequence)
         padded = (pad(x, missing) for x in (q, k, v))
+        sinks = pad(sinks, missing[2:]) if of_queries else sinks
         run = _Run(p, axis, "ring", 1)
-        return _Attend.apply(*padded, p.scoring.sinks, run)[:, : cut.sequence]
-    check_heads(q.shape[2], k.shape[2], axis)
+        return _Attend.apply(*padded, sinks, run)[:, : cut.sequence]
+    check_heads(q.shape[2], k.shape[2] * p.copies, axis)
     heads = q.shape[2] // axis.size
     own = p.scoring.of_heads(axis.rank * heads, (axis.rank + 1) * heads)
-    run = _Run(replace(p, scoring=own), Axis.solo(axis.name), "ring", 1)
-    return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), own.sinks, run), axis, cut)
+    run = _Run(replace(p, scoring=own, copies=1), Axis.solo(axis.name), "ring", 1)
+    whole = to_heads(q, k, v, axis, cut, p.copies)
+    sinks = sinks_to_heads(sinks, axis, cut) if of_queries else own.sinks
+    return to_tokens(_Attend.apply(*whole, sinks, run), axis, cut)
 
 
 def _kernel(kernel: Kernel | None, q: Tensor, v: Tensor, scoring: Scoring) -> Kernel:
@@ -198,7 +222,7 @@ def _check(
             "serve equally many query heads"
         )
     for name, value in scoring.per_head().items():
-        if value.shape != q.shape[2:3]:
+        if value.shape not in (q.shape[2:3], q.shape[:3]):
             raise ValueError(
                 f"attend: {name} {tuple(value.shape)} for {q.shape[2]} query heads: give one each"
             )

@@ -55,7 +55,7 @@ class BlockBackward:
     def __init__(
         self, p: Problem, q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, kv_heads: int
     ) -> None:
-        self.p, self.kv_heads = p, kv_heads
+        self.p, self.kv_heads = p, kv_heads * p.copies
         self.dtype, self.wide = q.dtype, accumulated(q.dtype)
         dtype = p.kernel.dtype(q.dtype)
         self.q, self.grad, self.out = (x.to(dtype) for x in (q, grad, out))
@@ -152,7 +152,10 @@ class BlockBackward:
                     self.dkv[j].add(*self._node(x), part)
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Gradients of q (B, H, n, D) and of keys and values (B, K, n, D + V), in q's dtype."""
+        """Gradients of q (B, H, n, D) and of keys and values (B, K, n, D + V), in q's dtype.
+
+        With ``Problem.copies`` each key head has so many: (B, K * copies, n, D + V).
+        """
         p = self.p
         tokens, width = self.q.shape[2], p.depth + self.out.shape[-1]
         dq = self.q.new_zeros(self.q.shape, dtype=self.dtype)

@@ -58,8 +58,9 @@ def gather_backward(
     Returns:
         dq (B, H, n, D) and dkv (B, K, n, D + V) in the dtype of q.
     """
-    group = q.shape[1] // kv.shape[2]
-    dq, dkv = q.new_empty(q.shape), kv.new_empty(*kv.shape[1:3], q.shape[2], kv.shape[-1])
+    batch, kv_heads, many = kv.shape[1], kv.shape[2], p.copies
+    group = q.shape[1] // kv_heads
+    dq, dkv = q.new_empty(q.shape), kv.new_empty(batch, kv_heads * many, q.shape[2], kv.shape[-1])
     for part, heads, chunks in _gathered(p, axis, q.shape[1], kv, stride):
         some = (x[:, heads] for x in (q, grad, out, lse))
         own = slice(heads.start // group, heads.stop // group)
@@ -70,7 +71,7 @@ def gather_backward(
         work.over_own(chunks)
         returning.keep(work)
         del returning
-        dq[:, heads], dkv[:, own] = work.take()
+        dq[:, heads], dkv[:, own.start * many : own.stop * many] = work.take()
     return dq, dkv
 
 

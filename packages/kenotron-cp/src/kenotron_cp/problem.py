@@ -30,6 +30,8 @@ class Problem:
     """Of the query heads here."""
     depth: int
     """D."""
+    copies: int = 1
+    """Parts of the query heads of each key head whose gradients of it are added apart."""
 
     @property
     def cut(self) -> Cut:

@@ -50,7 +50,7 @@ class Scoring:
 
     A kernel declares the fields that it applies, and ``check`` refuses every other one that is set.
     So a new field changes this class and the kernels that apply it. None means that a field is not
-    set; a tensor has one value for each query head.
+    set; a tensor has one value for each query head, in its last dim.
 
     Raises ValueError for a cap that is not a finite number above 0, and for a probability of
     dropout outside [0, 1).
@@ -61,7 +61,8 @@ class Scoring:
     cap: float | None = None
     """Scores s become cap * tanh(s / cap) before the mask (Gemma-2, arXiv 2408.00118)."""
     sinks: Tensor | None = None
-    """A score (H,) without a value, which takes its share of every softmax (gpt-oss)."""
+    """A score (H,) without a value, which takes its share of every softmax (gpt-oss); or one for
+    each query here, (B, Q, H)."""
     dropout: Dropout | None = None
     """Of the probabilities."""
 
@@ -92,7 +93,7 @@ class Scoring:
 
     def of_heads(self, begin: int, end: int) -> Scoring:
         """Return the same for the query heads ``begin`` to ``end`` of those here."""
-        changed = {name: value[begin:end] for name, value in self.per_head().items()}
+        changed = {name: value[..., begin:end] for name, value in self.per_head().items()}
         dropout = self.dropout
         if dropout is not None:
             dropout = dropout._replace(first_head=dropout.first_head + begin)

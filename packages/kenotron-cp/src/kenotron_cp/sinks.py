@@ -19,10 +19,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     Args:
         out: attention without them, (B, H, n, V).
         lse: its log-sum-exp, (B, H, n); -inf where nothing is seen.
-        sinks: (H,).
+        sinks: (H,), or (B, H, n).
     """
     # As in ``merge``: each operation rounds by itself, whatever the element's place in the tensor.
-    scores = sinks.to(lse.dtype)[:, None]
+    scores = _of_queries(sinks, lse)
     top = torch.maximum(lse, scores)
     seen = (lse - top).exp()
     total = seen + (scores - top).exp()
@@ -30,14 +30,21 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def gradient_of_sinks(out: Tensor, lse: Tensor, grad: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of the sinks (H,), of the queries of this rank.
+    """Return the gradient of the sinks, in their shape, of the queries of this rank.
 
     Args:
         out: attention with sinks, (B, H, n, V).
         lse: its log-sum-exp, (B, H, n).
         grad: gradient of ``out``.
-        sinks: (H,).
+        sinks: (H,), or (B, H, n).
     """
-    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    share = (_of_queries(sinks, lse) - lse).exp()
     mean = (grad.to(lse.dtype) * out).sum(-1)  # of the gradients of the shares of keys
-    return -(share * mean).sum((0, 2)).to(sinks.dtype)
+    found = share * mean
+    return -(found.sum((0, 2)) if sinks.ndim == 1 else found).to(sinks.dtype)
+
+
+def _of_queries(sinks: Tensor, lse: Tensor) -> Tensor:
+    """Return sinks in the dtype of lse (B, H, n), and in a shape that goes with its."""
+    wide = sinks.to(lse.dtype)
+    return wide[:, None] if sinks.ndim == 1 else wide

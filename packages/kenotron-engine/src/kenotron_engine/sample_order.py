@@ -15,7 +15,6 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce
 from kenotron_engine.model_plan import ModelPlan
 from kenotron_models import TransformersSpec, whole_row_part
-from kenotron_models.layers import AttentionSpec
 from kenotron_optim import OptimizerConfig, unordered_settings
 
 
@@ -39,7 +38,7 @@ def check_sample_order(
         f"cp = {axes['cp']} and virtual_chunks = {plan.virtual_chunks}": bool(
             plan.virtual_chunks % axes["cp"]
         ),
-        **(_chunks_given(plan, axes["cp"]) if plan.virtual_chunks > 1 else {}),
+        **(_chunks_given(plan) if plan.virtual_chunks > 1 else {}),
         f"tp = {axes['tp']} and virtual_shards = {plan.virtual_shards}": bool(
             plan.virtual_shards % axes["tp"]
         ),
@@ -50,19 +49,13 @@ def check_sample_order(
         raise ValueError("\n".join(lines))
 
 
-def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
+def _chunks_given(plan: ModelPlan) -> dict[str, bool]:
     """Name what virtual chunks are not combined with, and whether it is given."""
-    chunks, shards, spec = plan.virtual_chunks, plan.virtual_shards, plan.spec
-    mixers = [m for m in {block.mixer for block in spec.blocks} if isinstance(m, AttentionSpec)]
-    shared = any(max(mixer.kv_heads // shards, 1) % cp for mixer in mixers)
-    over_all = any(mixer.norms_width for mixer in mixers)
+    chunks, spec = plan.virtual_chunks, plan.spec
     named = f"virtual_chunks = {chunks}"
     return {
-        f"{named}, virtual_shards = {shards} and norms over all heads": shards > 1 and over_all,
         f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
         f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
-        f"{named} and ulysses, whose ranks share key heads": shared
-        and plan.cp_mode.way == "ulysses",
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -146,9 +146,21 @@ class Attention(Mixing[AttentionSpec]):
             Queries (B, S, H/t, K) and keys (B, S, G/t, K), normed and turned; values
             (B, S, G/t, K); gates (B, S, H/t, K), or None.
         """
+        means, heads = self.begin_heads(x, context)
+        return heads(means)
+
+    def begin_heads(self, x: Tensor, context: Context) -> tuple[Tensor | None, Callable[..., Any]]:
+        """Return means (B, S, 2) over own heads, and what makes ``heads_of`` of those over all.
+
+        Without norms over all heads means are None.
+        """
         qkv, gate, means = self._parts(self.qkv(x, tokens=context.tokens), context)
-        q, k = self._turn(qkv, means, context).split((self.heads, self.kv_heads), dim=2)
-        return q, k, qkv[:, :, self.heads + self.kv_heads :], gate
+
+        def heads(means: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+            q, k = self._turn(qkv, means, context).split((self.heads, self.kv_heads), dim=2)
+            return q, k, qkv[:, :, self.heads + self.kv_heads :], gate
+
+        return means, heads
 
     def output(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
         """Return the result (T, D) of mixed values and gates (B, S, H/t, K)."""

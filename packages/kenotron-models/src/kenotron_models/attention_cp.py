@@ -51,6 +51,7 @@ def attend_cut(
         layout=cut.layout,
         kernel=kenotron_cp.PLAIN if backend == "plain" else None,
         stride=cut.stride,
+        copies=cut.copies(q_BSHK.shape[2], k_BSGK.shape[2]),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kenotron_models.attention import Attention
 from kenotron_models.context import Context
+from kenotron_models.experts import Experts
 from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute, whole
 from kenotron_models.virtual_chunks import (
@@ -27,6 +28,7 @@ from kenotron_models.virtual_chunks import (
     join_chunks,
     split_chunks,
 )
+from kenotron_models.with_values import with_values
 
 
 class Divided(NamedTuple):
@@ -38,6 +40,9 @@ class Divided(NamedTuple):
     """Makes of the part's input that of each piece."""
     leave: Callable[[Sequence[Tensor]], Tensor]
     """Makes of the outputs of the pieces that of the part."""
+    inside: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    """Makes of what pieces add up inside (``Part.begin``) what each of them reads of the sum; None:
+    one alone adds up nothing."""
 
 
 class Parted(Protocol):
@@ -83,11 +88,17 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
     xs = [norm.forward(part) for norm, part in pairs]
     divided = [block.divided(name, cast(Part, part)) for part in parts]
     entered = [each.enter(own) for each, own in zip(divided, xs, strict=True)]
+    # Norms over all heads add up over the shards of each chunk before attention mixes the chunks.
+    attends = isinstance(divided[0].pieces[0], Attention)
+    heads = _heads(divided, entered, contexts) if attends else []
     found = []
     for shard, first in enumerate(divided[0].pieces):
         pieces, own = [each.pieces[shard] for each in divided], [each[shard] for each in entered]
         if isinstance(first, Attention):
-            found.append(_mixed(pieces, own, contexts, context))
+            found.append(_mixed(pieces, heads[shard], context))
+        elif isinstance(first, Experts):
+            whole_part = cast(Experts, block.get_submodule(name))
+            found.append(whole_part.mix_chunks(pieces, own, contexts, context))
         else:
             each = zip(pieces, own, contexts, strict=True)
             found.append([piece.forward(of_it, chunk) for piece, of_it, chunk in each])
@@ -96,16 +107,45 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
     return block.drop(y, context, name)
 
 
-def _mixed(
-    parts: Sequence[Any], xs: Sequence[Tensor], contexts: Sequence[Context], context: Context
-) -> list[Tensor]:
-    """Attention of the chunks (n, D), whose tokens see one another."""
-    heads, gates = [], []
-    for part, x, own in zip(parts, xs, contexts, strict=True):
-        *found, gate = part.heads_of(x, own)
-        heads.append(found)
-        gates.append(gate)
+def _heads(
+    divided: Sequence[Divided], xs: Sequence[Sequence[Tensor]], contexts: Sequence[Context]
+) -> list[tuple[Any, ...]]:
+    """Return what attention mixes (``Attention.heads_of``) of each shard and chunk.
+
+    Args:
+        divided: of each chunk.
+        xs: tokens (n, D) of each chunk and shard.
+        contexts: of each chunk.
+    """
+    found = []
+    for (pieces, _, _, inside), own, context in zip(divided, xs, contexts, strict=True):
+        pairs = zip(pieces, own, strict=True)
+        if inside is None or not pieces[0].adds_inside:
+            found.append([piece.heads_of(x, context) for piece, x in pairs])
+            continue
+        begun = [piece.begin_heads(x, context) for piece, x in pairs]
+        known = inside([means for means, _ in begun])
+        found.append([heads(means) for (_, heads), means in zip(begun, known, strict=True)])
+    return [*zip(*found, strict=True)]
+
+
+def _mixed(parts: Sequence[Any], found: Sequence[Any], context: Context) -> list[Tensor]:
+    """Attention of the chunks, whose tokens see one another: outputs (n, D).
+
+    ``found``: of each, as ``Attention.heads_of`` returns.
+    """
+    heads, gates = [each[:3] for each in found], [each[3] for each in found]
     how, mixer = chunk_order(context), parts[0]
+    if mixer.sinks is not None:  # of each query, so that each chunk has a gradient of its own
+        of_queries = [
+            _each_query(part.sinks, q) for part, (q, *_) in zip(parts, heads, strict=True)
+        ]
+        mixer = with_values(mixer, {"sinks": in_order(of_queries, how)})
     mixed = mixer.mix(*(in_order(each, how) for each in zip(*heads, strict=True)), context)
     each = zip(parts, by_chunk(mixed, how), gates, strict=True)
     return [part.output(own, gate) for part, own, gate in each]
+
+
+def _each_query(sinks: Tensor, q: Tensor) -> Tensor:
+    """Return sinks (H,) of each of the queries (B, n, H, K), (B, n, H) in fp32 at least."""
+    return sinks.to(torch.promote_types(sinks.dtype, torch.float32)).expand(q.shape[:3])

@@ -73,8 +73,7 @@ class BlockInShards(Block):
     def divided(self, name: str, part: Part) -> Divided:
         """See ``Block``."""
         made = self._shards[name]
-        assert isinstance(made, PartInShards)  # experts are refused in chunks
-        return made.divided(part)
+        return made.divided(part) if isinstance(made, PartInShards) else super().divided(name, part)
 
     def _layer(self, x: Tensor, context: Context) -> Tensor:
         if self._cut:
@@ -129,7 +128,9 @@ class PartInShards:
                 self._bias = f"{path}.bias"
                 del self._cuts[self._bias]  # added once, after the sum
 
-    def __call__(self, x: Tensor, context: Context, *, norm: Normed, again: bool) -> Tensor:
+    def __call__(
+        self, x: Tensor, context: Context, *, norm: Normed, again: bool, part: Part | None = None
+    ) -> Tensor:
         """(T, D) -> (T, D). Collective over tp, forward and backward.
 
         Args:
@@ -137,14 +138,14 @@ class PartInShards:
             context: the micro-batch.
             norm: of x.
             again: whether what is cheap in the part is computed again in the backward.
+            part: the part, or a copy with other values; None: the part.
         """
-        pieces, enter, leave = self.divided(self._part)
+        pieces, enter, leave, _ = self.divided(self._part if part is None else part)
         more = {"norm": _same} if again else {}
         pairs = zip(pieces, enter(norm(x)), strict=True)
         if self._virtual[0].adds_inside:
             begun = [piece.begin(each, context, **more) for piece, each in pairs]
-            total = from_shards([each for each, _ in begun], self._axis)
-            known = to_shards(self._part.of_sum(total, self._of_all), self._count, self._axis)
+            known = self._added_inside([each for each, _ in begun])
             found = [finish(each) for (_, finish), each in zip(begun, known, strict=True)]
         else:
             found = [piece(each, context, **more) for piece, each in pairs]
@@ -163,7 +164,13 @@ class PartInShards:
             y = from_shards(found, self._axis)
             return y if self._bias is None else y + given[self._bias]
 
-        return Divided(pieces, partial(to_shards, count=self._count, axis=self._axis), leave)
+        enter = partial(to_shards, count=self._count, axis=self._axis)
+        return Divided(pieces, enter, leave, self._added_inside)
+
+    def _added_inside(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what each virtual rank reads of the sum inside the part. Collective over tp."""
+        total = from_shards(parts, self._axis)
+        return to_shards(self._part.of_sum(total, self._of_all), self._count, self._axis)
 
     def _slices(self, parameter: Tensor, name: str) -> tuple[Tensor, ...]:
         """Values of a parameter for each virtual rank."""
@@ -185,7 +192,7 @@ def _in_shards(
     if part.shared is not None:
         assert part.spec.shared is not None
         shared = PartInShards(part.shared, part.spec.shared, width, build, layer)
-        part.run_shared = partial(shared, norm=_same, again=False)
+        part.run_shared = lambda mlp, x, own: shared(x, own, norm=_same, again=False, part=mlp)
 
     def call(x: Tensor, context: Context, *, norm: Normed, again: bool) -> Tensor:
         return part(x, context, norm=norm) if again else part(norm(x), context)

@@ -13,6 +13,38 @@ from torch import Tensor
 
 from kenotron_dist import Axis, all_gather
 from kenotron_ep import within_capacity
+from kenotron_models.context import Context
+from kenotron_models.routed_tokens import routed_places
+
+
+def kept_choices(
+    experts_TK: Tensor,
+    rows: Tensor | None,
+    context: Context,
+    factor: float | None,
+    experts: int,
+    tp: Axis,
+) -> Tensor:
+    """Return the choices (n, K), -1 for those of a training that are beyond the capacity.
+
+    Args:
+        experts_TK: choices (n, K) of this rank's tokens.
+        rows: of each token, as ``routed_rows`` returns.
+        context: the micro-batch.
+        factor: of ``capacity_of``; None: experts have room for all.
+        experts: E.
+        tp: the ranks that tokens are cut over.
+    """
+    if factor is None or context.loss_weight is None:
+        return experts_TK
+    cut, sequence, (n, top_k) = context.cut, context.positions_BS.shape[1], experts_TK.shape
+    if rows is None:
+        rows = torch.arange(n, device=experts_TK.device) // sequence
+    return drop_beyond_capacity(
+        experts_TK, rows, routed_places(context, n, tp), experts=experts,
+        capacity=capacity_of(factor, top_k, cut.sequence if cut else sequence, experts),
+        axes=[tp, *([] if cut is None else [cut.axis])],
+    )  # fmt: skip
 
 
 def capacity_of(factor: float, top_k: int, sequence: int, experts: int) -> int:

@@ -2,7 +2,8 @@
 
 Every rank of a pipeline stage routes its own tokens. Where tp leaves tokens whole, each of its
 ranks takes a share of them, and results are gathered. With virtual shards all ranks of tp route all
-tokens, and experts compute those of each virtual rank apart (``token_shards``).
+tokens, and experts compute those of each virtual rank apart (``token_shards``). Virtual chunks are
+routed and computed one by one; loads and room of experts are those of all tokens.
 
 Shapes: T flattened tokens, n of this rank, D hidden, E experts, K experts of a token, F features of
 an expert, R rows of this rank's experts.
@@ -10,10 +11,10 @@ an expert, R rows of this rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,14 +24,15 @@ from kenotron_dist.weight_products import current_backward
 from kenotron_ep import DispatchWay, mix_experts
 from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
-from kenotron_models.mlp import MLP, Activation, ClampedSwiGLU, MLPSpec, activated
+from kenotron_models.expert_capacity import kept_choices
+from kenotron_models.expert_options import ExpertsOptions
+from kenotron_models.mlp import MLP, activated
 from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
-from kenotron_models.routed_tokens import routed_places, routed_rows
-from kenotron_models.router import Choice, Router, RouterSpec
+from kenotron_models.routed_tokens import routed_rows
+from kenotron_models.router import Choice, Router
 from kenotron_models.router_jitter import jitter_factors
-from kenotron_models.router_losses import LoadSums, router_loss
+from kenotron_models.router_losses import layer_loss
 from kenotron_models.shared_gate import SharedGate
 from kenotron_models.stacked_by_source import each_group
 from kenotron_models.stacked_linear import StackedLinear
@@ -47,73 +49,14 @@ class Collects(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsSpec:
+class ExpertsSpec(ExpertsOptions):
     """Experts that tokens are routed to, and a shared one that sees every token."""
 
     name: ClassVar[str] = "experts"
-    router: RouterSpec
-    """Rule by which they are chosen."""
-    features: int
-    """F, inner width of each."""
-    gated: bool = True
-    """True where they have a gate."""
-    activation: Activation | ClampedSwiGLU = "silu"
-    """Their activation."""
-    bias: bool = False
-    """Their matrices have biases."""
-    transposed: bool = False
-    """Matrices are stored with input features first, and features of gate and up alternate, as in
-    gpt-oss."""
-    shared_features: int = 0
-    """Inner width of the shared expert; 0: there is none."""
-    shared_gate: bool = False
-    """The shared expert's result is multiplied by a sigmoid of each token."""
-    way: Literal["alltoall", "allgather", "auto"] = "alltoall"
-    """Method of exchanging tokens with their experts over ep; auto: see ``way_over``. The numbers
-    are the same; gradients of tokens that are gathered are equal to rounding."""
-    capacity_factor: float | None = None
-    """In a training an expert keeps ``ceil(capacity_factor * K * S / E)`` choices of each sample of
-    S tokens, and drops later ones (``expert_capacity``); None: all are kept."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Experts:
         """Make the module; see ``PartSpec``."""
         return Experts(self, width, build, layer=layer)
-
-    def way_over(self, ranks: int) -> DispatchWay:
-        """Return how tokens travel over so many ranks of ep.
-
-        ``auto`` gathers where a token has more experts than there are ranks: it is then sent fewer
-        times (``kenotron_ep.exchange_traffic``).
-        """
-        if self.way != "auto":
-            return self.way
-        return "allgather" if 1 < ranks < self.router.top_k else "alltoall"
-
-    @property
-    def shared(self) -> MLPSpec | None:
-        """The shared expert."""
-        if not self.shared_features:
-            return None
-        return MLPSpec(features=self.shared_features, gated=self.gated, activation=self.activation)
-
-    def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
-        """Count nothing: all its operations are products with matrices."""
-        return 0
-
-    def idle(self, width: int) -> int:
-        """Count the elements of the experts that a token is not sent to."""
-        unused = self.router.experts - self.router.top_k
-        return unused * self._matrices * self.features * width
-
-    def cost(self, width: int) -> int:
-        """Count the products of the router, of K experts and of the shared one."""
-        shared = 0 if self.shared is None else self.shared.cost(width)
-        active = self.router.top_k * self._matrices * self.features * width
-        return active + self.router.experts * width + shared
-
-    @property
-    def _matrices(self) -> int:
-        return 3 if self.gated else 2
 
 
 class Experts(Part):
@@ -156,8 +99,9 @@ class Experts(Part):
         self.add_module("gate_up" if spec.gated else "up", first)
         self.down = StackedLinear(experts, spec.features, width, build, role="residual", **how)
         self.shared = None if spec.shared is None else MLP(spec.shared, width, build)
-        self.run_shared: Callable[[Tensor, Context], Tensor] | None = None
-        """The shared expert as a block with virtual shards calls it; None: as it is."""
+        self.run_shared: Callable[[MLP, Tensor, Context], Tensor] | None = None
+        """Calls the shared expert, or a copy, as a block with virtual shards does; None: as it
+        is."""
         self.shared_gate = SharedGate(width, build) if spec.shared_gate else None
 
     @property
@@ -186,35 +130,88 @@ class Experts(Part):
 
     def mix(self, normed: Tensor, context: Context, selective: bool) -> Tensor:
         """Return the output of ``forward`` for normed tokens (T, D)."""
+        [y] = self.mix_chunks([self], [normed], [context], context, selective=selective)
+        return y
+
+    def mix_chunks(
+        self,
+        copies: Sequence[Experts],
+        xs: Sequence[Tensor],
+        contexts: Sequence[Context],
+        context: Context,
+        *,
+        selective: bool = False,
+    ) -> list[Tensor]:
+        """Return the outputs (n, D) of virtual chunks of this rank's tokens; see ``mix``.
+
+        Args:
+            copies: this module as each chunk has it (``copies_by_chunk``).
+            xs: normed tokens (n, D) of each.
+            contexts: of each.
+            context: the micro-batch.
+            selective: see ``forward``.
+        """
         cut = self.tp.size > 1 and not self.sequence_parallel
-        own = split_tokens(normed, self.tp) if cut else normed  # (n, D)
-        rows = routed_rows(context, len(own), self.tp)
-        choice = self._choose(own, context)
-        self._add_loss(choice, rows, context)
-        batch, experts = len(context.positions_BS), choice.experts_TK
+        own = [split_tokens(x, self.tp) for x in xs] if cut else xs
+        # Every chunk is routed before the room of experts is shared out.
+        choices = [each._choose(*of) for each, *of in zip(copies, own, contexts, strict=True)]
+        kept, found = self._decide(choices, context).chunk(len(xs)), []
+        for number, (copy, x, part) in enumerate(zip(copies, xs, contexts, strict=True)):
+            of_all: list[Tensor] = []
+            compute = partial(copy._compute, selective=selective, chunk=(number, len(xs)))
+            y = copy._results(
+                own[number], kept[number], choices[number].weights_TK, compute,
+                partial(_extend, of_all, copy._shared, x, part),
+            )  # fmt: skip
+            if cut:
+                y = join_tokens(y, self.tp, part.tokens)
+            found.append(sum(of_all, y))
+        return found
+
+    def _decide(self, choices: Sequence[Choice], context: Context) -> Tensor:
+        """Return the experts (n, K) that this rank's tokens are sent to, -1 for none.
+
+        Adds the router's loss, and counts loads. ``choices``: of each chunk of the tokens.
+        """
+        each = [choice.experts_TK for choice in choices]
+        experts = torch.cat(each) if len(each) > 1 else each[0]
+        rows = routed_rows(context, len(experts), self.tp)
+        if (collects := self.auxiliary_losses) is not None:
+            loss = layer_loss(choices, rows, context, self.spec.router, self.layer, self.tp)
+            if loss is not None:
+                collects.add(loss - loss.detach())  # its gradient, and 0 to the value
         if rows is not None:
-            experts = experts.masked_fill(rows[:, None] == batch, -1)
-        kept = self._kept(experts, rows, context)
+            experts = experts.masked_fill(rows[:, None] == len(context.positions_BS), -1)
+        room = self.spec.capacity_factor, self.spec.router.experts
+        kept = kept_choices(experts, rows, context, *room, self.tp)
         if context.loss_weight is not None and current_backward() == -1:  # of a step, and once
             self._count(experts, kept)
-        of_all: list[Tensor] = []
+        return kept
 
-        def of_part(part: int, x: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+    def _results(
+        self,
+        x: Tensor,
+        kept: Tensor,
+        weights: Tensor,
+        compute: Callable[..., Tensor],
+        meanwhile: Callable[[], None],
+    ) -> Tensor:
+        """Return what experts make of tokens (n, D), sent to ``kept`` (n, K) with these weights.
+
+        ``compute``: ``_compute``, given a number of a virtual shard.
+        """
+
+        def of_shard(shard: int, x: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
             return mix_experts(
-                x, kept, weights, self.spec.router.experts, self.ep,
-                partial(self._compute, selective=selective, part=part), way=self.way,
-                chunks=self.chunks, by_source=self.by_source,
-                meanwhile=None if part else lambda: of_all.extend(self._shared(normed, context)),
+                x, kept, weights, self.spec.router.experts, self.ep, partial(compute, shard=shard),
+                way=self.way, chunks=self.chunks, by_source=self.by_source,
+                meanwhile=None if shard else meanwhile,
             )  # fmt: skip
 
         if (shards := self.token_shards) is None:
-            y = of_part(0, own, kept, choice.weights_TK)
-        else:
-            parts = shards.split(own), shards.split(kept, -1), shards.split(choice.weights_TK)
-            y = shards.each(of_part, *parts, tokens=len(own))
-        if cut:
-            y = join_tokens(y, self.tp, context.tokens)
-        return sum(of_all, y)
+            return of_shard(0, x, kept, weights)
+        parts = shards.split(x), shards.split(kept, -1), shards.split(weights)
+        return shards.each(of_shard, *parts, tokens=len(x))
 
     def _choose(self, own: Tensor, context: Context) -> Choice:
         """Route this rank's tokens (n, D); as in the forward while the backward computes again."""
@@ -228,62 +225,44 @@ class Experts(Part):
         context.kept[key] = choice.experts_TK.int()
         return choice
 
-    def _add_loss(self, choice: Choice, rows: Tensor | None, context: Context) -> None:
-        """Add the router's loss to that of the micro-batch: its gradient, and 0 to the value."""
-        spec, collects, weight = self.spec.router, self.auxiliary_losses, context.loss_weight
-        if collects is None or weight is None or not (spec.balance_loss or spec.z_loss):
-            return
-        batch, sequence = context.positions_BS.shape
-        if rows is None:
-            rows = torch.arange(len(choice.experts_TK), device=weight.device) // sequence
-        axes = [self.tp, *([] if context.cut is None else [context.cut.axis])]
-        known: dict[int, LoadSums] = context.kept.setdefault("load sums", {})
-        earlier = [sums for layer, sums in known.items() if layer < self.layer]
-        loss, sums = router_loss(choice, spec, rows, batch, axes, earlier)
-        if sums is not None and spec.balances_all_layers and current_backward() == -1:
-            known[self.layer] = sums
-        loss = loss * weight
-        collects.add(loss - loss.detach())
-
-    def _kept(self, experts: Tensor, rows: Tensor | None, context: Context) -> Tensor:
-        """Return the choices (n, K), -1 for those of a training that are beyond the capacity."""
-        factor, (number, top_k) = (
-            self.spec.capacity_factor,
-            (self.spec.router.experts, experts.shape[1]),
-        )
-        if factor is None or context.loss_weight is None:
-            return experts
-        cut, sequence, n = context.cut, context.positions_BS.shape[1], len(experts)
-        if rows is None:
-            rows = torch.arange(n, device=experts.device) // sequence
-        return drop_beyond_capacity(
-            experts, rows, routed_places(context, n, self.tp), experts=number,
-            capacity=capacity_of(factor, top_k, cut.sequence if cut else sequence, number),
-            axes=[self.tp, *([] if cut is None else [cut.axis])],
-        )  # fmt: skip
-
     def _count(self, experts: Tensor, kept: Tensor) -> None:
         """Count choices (n, K) before and after a capacity; with virtual shards of own tokens."""
         if (shards := self.token_shards) is not None:
             experts, kept = (torch.cat(shards.split(each, -1)) for each in (experts, kept))
         self.router.count(experts, kept)
 
-    def _compute(self, rows: Tensor, counts: Tensor, *, selective: bool, part: int) -> Tensor:
+    def _compute(
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        *,
+        selective: bool,
+        shard: int,
+        chunk: tuple[int, int],
+    ) -> Tensor:
         """Rows (R, D), grouped by expert, through their experts -> (R, D).
 
-        ``part`` is as in ``StackedLinear``.
+        They are of a virtual shard, by number, of a chunk, whose number is first of so many.
         """
+        own = 1 if self.token_shards is None else self.token_shards.own
+        number, chunks = chunk
+        of_part = {"part": number * own + shard, "parts": chunks * own}
         activate = partial(activated, self.spec, alternating=self.spec.transposed)
         if self.by_source:
             activate = partial(each_group, activate, counts=counts)
-        y = self.first(rows, counts, part)
+        y = self.first(rows, counts, **of_part)
         if not selective:
-            return self.down(activate(y), counts, part)
-        return between(activate, y, partial(self.down, counts=counts, part=part))
+            return self.down(activate(y), counts, **of_part)
+        return between(activate, y, partial(self.down, counts=counts, **of_part))
 
     def _shared(self, x: Tensor, context: Context) -> list[Tensor]:
         """Return the shared expert's result (T, D), if there is one, in a list."""
         if self.shared is None:
             return []
-        y = (self.run_shared or self.shared)(x, context)
+        run = self.run_shared
+        y = self.shared(x, context) if run is None else run(self.shared, x, context)
         return [y if self.shared_gate is None else y * self.shared_gate(x)]
+
+
+def _extend(found: list[Tensor], make: Callable[..., list[Tensor]], *inputs: object) -> None:
+    found.extend(make(*inputs))

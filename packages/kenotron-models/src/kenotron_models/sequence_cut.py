@@ -5,6 +5,7 @@ Shapes: B rows of S tokens, n tokens of a row on this rank, padding included.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +32,14 @@ class SequenceCut:
     """Key heads that the way ``gather`` has at a time."""
     virtual: int = 1
     """C, virtual ranks of the axis (``virtual_chunks``); 1: there are none."""
+
+    def copies(self, heads: int, kv_heads: int) -> int:
+        """Return the copies of a key head that have a gradient each (``kenotron_cp.attend``).
+
+        With virtual ranks bits are then the same on every number of ranks, and for every way.
+        """
+        needed = self.virtual // math.gcd(kv_heads, self.virtual)
+        return math.gcd(needed, heads // kv_heads)
 
     @property
     def local(self) -> int:

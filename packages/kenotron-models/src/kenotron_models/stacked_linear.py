@@ -64,7 +64,7 @@ class StackedLinear(nn.Module):
                 "expert-parallel size that divides num_experts"
             )
         self.weight_queue: WeightQueue | None = None
-        self.by_source, self.parts = build.by_source, build.own_shards
+        self.by_source = self.separates_uses = build.by_source
         self.transposed = transposed
         sizes = (inputs, outputs) if transposed else (outputs, inputs)
         whole = torch.empty(experts, *sizes, **build.storage)
@@ -80,13 +80,14 @@ class StackedLinear(nn.Module):
             self.placements["bias"] = Shard(axis.name, 0)
             self.roles["bias"] = "bias"
 
-    def forward(self, x: Tensor, counts: Tensor, part: int = 0) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, part: int = 0, parts: int = 1) -> Tensor:
         """x (R, I), grouped by this rank's experts -> (R, O); ``counts`` (E/n,) of rows, int64.
 
         With ``Build.by_source`` they are grouped by rank of ep first, and counts are (n, E/n).
-        ``part``: number of the virtual shard whose tokens they are, among those of a rank.
+        ``part``: number of the virtual shard of a chunk whose tokens they are, among the ``parts``
+        that a rank has of them in a backward pass.
         """
-        of_part = {"part": part, "parts": self.parts}
+        of_part = {"part": part, "parts": parts}
         if self.by_source:
             weights = separate_uses(self.weight, len(counts), **of_part)
             y = product_by_source(x, counts, weights, transposed=self.transposed)

@@ -56,8 +56,16 @@ def by_chunk(x: Tensor, how: ChunkOrder) -> tuple[Tensor, ...]:
 
 
 def copies_by_chunk(module: Module, count: int) -> list[Module]:
-    """Return k copies of a module, whose parameters have a gradient for each."""
-    own = dict(module.named_parameters())
+    """Return k copies of a module, whose parameters have a gradient for each.
+
+    Those of layers with ``separates_uses``, which take separate uses themselves, stay as they are.
+    """
+    own = {
+        f"{path}.{name}" if path else name: parameter
+        for path, each in module.named_modules()
+        if not getattr(each, "separates_uses", False)
+        for name, parameter in each.named_parameters(recurse=False)
+    }
     return [
         with_values(module, {name: separate_use(p, number) for name, p in own.items()})
         for number in range(count)
@@ -91,6 +99,9 @@ def contexts_of_chunks(context: Context) -> list[Context]:
 
     def make() -> list[Context]:
         positions = context.positions_BS.chunk(context.chunks, 1)
+        padding = [None] * len(positions)
+        if context.padding_BS is not None:
+            padding = context.padding_BS.chunk(context.chunks, 1)
         places = [{}] * len(positions)
         if context.dropout_key is not None:
             samples, places_T = token_places(context)
@@ -99,9 +110,9 @@ def contexts_of_chunks(context: Context) -> list[Context]:
         return [
             replace(
                 context, positions_BS=each.contiguous(), host_positions_BS=None, cut=None,
-                chunks=0, kept={}, _made={**own},
+                chunks=0, padding_BS=empty, kept={}, _made={**own},
             )
-            for each, own in zip(positions, places, strict=True)
+            for each, empty, own in zip(positions, padding, places, strict=True)
         ]  # fmt: skip
 
     return context.once("contexts of chunks", make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kenotron_models.attention import AttentionSpec
+from kenotron_models.experts import ExpertsSpec
 from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.spec import DecoderSpec
@@ -18,10 +19,8 @@ def whole_row_part(spec: DecoderSpec) -> str:
         mixer, other = block.mixer, block.feed_forward
         if mixer is not None and type(mixer) not in (AttentionSpec, LatentAttentionSpec):
             return f"a mixer of kind {mixer.name} ({type(mixer).__name__})"
-        if isinstance(mixer, AttentionSpec) and mixer.sinks:
-            return "attention with sinks"
         if isinstance(mixer, AttentionSpec) and mixer.head_dim % _FEATURES:
             return f"heads of {mixer.head_dim} features, no multiple of {_FEATURES},"
-        if other is not None and not isinstance(other, MLPSpec):
+        if other is not None and not isinstance(other, (MLPSpec, ExpertsSpec)):
             return f"a feed-forward of kind {other.name}"
     return ""

@@ -37,7 +37,7 @@ class SampleGradients(GradAccumulator):
     Experts that are cut over ep have the tokens of several ranks in a backward: layers hand the
     gradient of each rank's over by itself (``kenotron_dist.separate_uses``), in the order of ranks.
     With ``shards`` above 1 a leaf of theirs has the tokens of a virtual shard of tp, of which a
-    rank has ``shards / tp``.
+    rank has ``shards / tp`` of each chunk.
 
     Next to the buffer of a ``GradAccumulator`` it keeps at most ``log2(R) + 2`` gradients of N
     elements, times ``chunks / cp``, and of experts times ``shards / tp``. ZeRO stages 2 and 3 keep
@@ -51,7 +51,7 @@ class SampleGradients(GradAccumulator):
         fp32: sums in fp32; otherwise in each parameter's own dtype.
         bucket_mb: data ranks exchange buckets of about this many MiB.
         chunks: virtual chunks of a sample.
-        shards: virtual shards of tp, over which the tokens of experts are cut; 1 with chunks.
+        shards: virtual shards of tp, over which the tokens of experts are cut.
 
     Raises:
         ValueError: as ``GradAccumulator``; chunks that cp does not divide, shards that tp does not
