@@ -18,6 +18,7 @@ from kenotron_ckpt.folder import (
     steps_in,
 )
 from kenotron_ckpt.host_copies import HostCopies
+from kenotron_ckpt.host_saver import HostSaver
 from kenotron_ckpt.hosts import Hosts, hosts_of
 from kenotron_ckpt.index import Manifest, Record, seal_of
 from kenotron_ckpt.loading import (
@@ -52,6 +53,7 @@ __all__ = [
     "FolderLock",
     "FsspecStore",
     "HostCopies",
+    "HostSaver",
     "Hosts",
     "LATEST",
     "LOCK",
