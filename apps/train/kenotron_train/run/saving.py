@@ -44,7 +44,9 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
             on_commit=uploads.submit,
             busy=uploads.holds,
             on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
+            above=uploads.latest_start,
         )
+    uploads.begin(saver.generation)
     saver.reserve(_records(training))
     return saver
 

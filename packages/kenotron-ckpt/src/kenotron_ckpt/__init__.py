@@ -17,6 +17,7 @@ from kenotron_ckpt.folder import (
     resolve_step,
     steps_in,
 )
+from kenotron_ckpt.generation import SUPERSEDED, Generation
 from kenotron_ckpt.host_copies import HostCopies
 from kenotron_ckpt.host_saver import HostSaver
 from kenotron_ckpt.hosts import Hosts, hosts_of
@@ -52,6 +53,7 @@ __all__ = [
     "DataStatesConfig",
     "FolderLock",
     "FsspecStore",
+    "Generation",
     "HostCopies",
     "HostSaver",
     "Hosts",
@@ -65,6 +67,7 @@ __all__ = [
     "NoCheckpoint",
     "Record",
     "S3UploadConfig",
+    "SUPERSEDED",
     "SaveFailed",
     "SaveReport",
     "Saver",

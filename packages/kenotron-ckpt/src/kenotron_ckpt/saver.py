@@ -54,6 +54,7 @@ class Saver:
             what it raises is in the report.
         busy: ``prune`` spares step folders for which it returns True.
         generation: of another folder's Saver, where this one has copies of its saves.
+        above: of a start whose checkpoints are elsewhere: the number of this one is higher.
 
     A save by a start that a later one has superseded is refused, whatever ``on_failure`` is: a
     ValueError at the next save or at ``close``.
@@ -81,6 +82,7 @@ class Saver:
         on_commit: Callable[[Store], None] = lambda _: None,
         busy: Callable[[Store], bool] = lambda _: False,
         generation: Generation | None = None,
+        above: int = 0,
     ) -> None:
         check_positive(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
         check_kept(keep, keep_every)
@@ -99,7 +101,7 @@ class Saver:
         self.generation = generation
         """Start that saves: the next one of the folder. None on ranks but the first, and where a
         store has no lock."""
-        on_first(mesh, self._take_lock)
+        on_first(mesh, lambda: self._take_lock(above))
         self._thread = JobThread(mesh) if background else None
 
     @property
@@ -232,10 +234,10 @@ class Saver:
         if self._lock is not None:
             self._lock.release()
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, above: int) -> None:
         if isinstance(self.store, LocalStore):
             with self.mesh.pulse.busy("taking the run folder"):
-                self._lock = FolderLock(self.store.path)
+                self._lock = FolderLock(self.store.path, above)
             self.generation = self.generation or self._lock.generation
 
     def _begin(
