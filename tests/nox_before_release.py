@@ -99,7 +99,7 @@ def memory(session: nox.Session) -> None:
 
 @nox.session(name="elastic-proof", default=False)
 def elastic_proof(session: nox.Session) -> None:
-    """Kill and stop ranks of a run 20 times; nightly: `-- --steps 5000 --faults 1000`."""
+    """Kill and stop ranks of a run 20 times; nightly: `-- --rounds 50 --minutes 480`."""
     install_tree(session, PYTEST, use=ALL, test=ALL)
     session.run("python", "apps/train/tests/elastic_proof.py", *session.posargs, env=TEST_ENV)
 

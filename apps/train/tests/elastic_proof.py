@@ -5,6 +5,9 @@ once with SIGKILL and SIGSTOP at random moments of steps, saves and loads. A ran
 not replaced; when the last one is gone, the program starts all of them again. Compared are losses,
 gradient norms and the samples of every step; no process, temporary file or copy in memory may be
 left. The exit status is 1 where anything differs.
+
+``--rounds 50 --minutes 120`` proves 50 disturbed runs, each with the next seed, and begins no
+further one after two hours. With ``--hosts 2`` ranks do not see one memory.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import math
 import os
 import random
+import shutil
 import signal
 import statistics
 import tempfile
@@ -27,7 +31,7 @@ from typing import Any
 import launchers
 import runs
 
-from kenotron_ckpt import MANIFEST, manifest_at
+from kenotron_ckpt import MANIFEST, CheckpointsConfig, manifest_at
 from kenotron_config import Config, load_config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, RankError, broadcast_object
@@ -40,12 +44,14 @@ from kenotron_train.library import train
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.metrics_file import last_step, read_journal
 from kenotron_train.progress import Progress
-from kenotron_train.run import loop
+from kenotron_train.run import loop, session
 
 BATCH, INTERVAL, LIMIT = 7, 10, 6.0
 """Samples of a step, steps between checkpoints on the disk, and seconds until a hang is found."""
 APART = 4
 """Steps between two faults at least: a signal comes within two steps of its own."""
+HOST = "HOST_OF_THIS_RANK"
+"""Variable with the number of a rank's host, which is part of the path of its memory."""
 REPRODUCIBLE = {
     "general__reproducible": "true", "optimizer__accumulate_grad_in_fp32": "true",
     "optimizer__optimizer_factory__torch_adam_is_fused": "false",
@@ -67,8 +73,8 @@ class Fault:
     """Seconds from the end of the step, or from the rendezvous."""
 
 
-def faults_of(seed: int, steps: int, count: int) -> list[Fault]:
-    """Draw the faults of a run; every fourth hits rank 0, every fourth is a SIGSTOP."""
+def faults_of(seed: int, steps: int, count: int, stops: bool = True) -> list[Fault]:
+    """Draw the faults of a run; every fourth hits rank 0, every fourth is a SIGSTOP (``stops``)."""
     if steps <= APART * count:
         raise ValueError(
             f"--steps {steps}: {count} faults need at least {APART * count + 1} steps: give more "
@@ -76,8 +82,8 @@ def faults_of(seed: int, steps: int, count: int) -> list[Fault]:
         )
     draw = random.Random(seed)
     first = sorted(draw.choices(range(1, steps - APART * count + 1), k=count))
-    stops = [signal.SIGSTOP if n % 4 == 1 else signal.SIGKILL for n in range(count)]
-    draw.shuffle(stops)
+    kinds = [signal.SIGSTOP if stops and n % 4 == 1 else signal.SIGKILL for n in range(count)]
+    draw.shuffle(kinds)
     return [
         Fault(
             step=step + APART * n,
@@ -86,18 +92,36 @@ def faults_of(seed: int, steps: int, count: int) -> list[Fault]:
             number=number,
             delay=draw.random() * 0.05,
         )
-        for n, (step, number) in enumerate(zip(first, stops, strict=True))
+        for n, (step, number) in enumerate(zip(first, kinds, strict=True))
     ]
 
 
 class Faults(LifeCycle):
     """Sends the signals, one in each session, and records what the comparison needs."""
 
-    def __init__(self, folder: Path, faults: Sequence[Fault]) -> None:
-        """``folder``: with ``ranks`` and ``fired``, which get a file for each rank and signal."""
-        self._folder, self._faults = folder, faults
+    def __init__(self, folder: Path, faults: Sequence[Fault], ranks_of_host: int = 0) -> None:
+        """Take what is sent.
+
+        Args:
+            folder: with ``ranks`` and ``fired``, which get a file for each rank and signal.
+            faults: the signals.
+            ranks_of_host: ranks that see one memory; 0: all.
+        """
+        self._folder, self._faults, self._ranks_of_host = folder, faults, ranks_of_host
         self._thread: threading.Thread | None = None
         self._armed = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in a rank, before its memory is looked for."""
+        self.__dict__.update(state)
+        make = session.memory_folder
+
+        def made(section: CheckpointsConfig, mesh: Mesh) -> Any:
+            host = mesh.rank // self._ranks_of_host if self._ranks_of_host else 0
+            os.environ[HOST] = str(host)
+            return make(section, mesh)
+
+        session.memory_folder = made  # of this process, which is one rank
 
     def pre_init(self, config: Config, mesh: Mesh) -> None:
         """Choose the fault of this session."""
@@ -186,7 +210,7 @@ def configured(folder: Path, steps: int, ranks: int, **more: object) -> Config:
         "tokens__train_steps": steps, "tokens__global_batch_size": BATCH,
         "tokens__micro_batch_size": 1, "tokens__limit_val_batches": 0, "parallelism__dp": "auto",
         "checkpoints__checkpoint_interval": INTERVAL, "checkpoints__keep_last": 3,
-        "checkpoints__memory_every": 1, "checkpoints__memory_path": folder / "memory",
+        "checkpoints__memory_every": 1, "checkpoints__memory_path": f"{folder}/memory/${HOST}",
         "checkpoints__checkpointing_engine": "torch", "optimizer__zero_stage": 1,
         "data_stages__0__data__dataset": "null", "logging__log_level": "warning",
         "optimizer__learning_rate_scheduler__learning_rate": 1e-4,
@@ -215,60 +239,72 @@ class Proof:
     """Share of the seconds of the disturbed run in steps that were kept."""
 
 
+def undisturbed(folder: Path, steps: int, **more: object) -> list[dict[str, Any]]:
+    """Train on one rank, in an empty folder, and return the curve; see ``prove``."""
+    for name in ("memory/0", "ranks", "fired"):
+        (folder / name).mkdir(parents=True)
+    data = OwnData(sample, samples=steps * BATCH)
+    calm = configured(folder, steps, 1, **more)
+    train(calm, loader=data, hooks=[Faults(folder, ())], ranks=1, threads=1)
+    return read_journal(folder / "checkpoints/metrics.jsonl")
+
+
 def prove(
-    folder: Path, *, steps: int, faults: int, seed: int = 0, ranks: int = 4, **more: object
+    folder: Path,
+    expected: Sequence[dict[str, Any]],
+    *,
+    faults: int,
+    seed: int = 0,
+    ranks: int = 4,
+    hosts: int = 1,
+    stops: bool = True,
+    **more: object,
 ) -> Proof:
-    """Train undisturbed on one rank, and disturbed on up to ``ranks``; compare.
+    """Train on up to ``ranks``, disturbed, and compare with the undisturbed curve.
 
     Args:
         folder: an empty one, for all files.
-        steps, faults, seed: see ``faults_of``.
+        expected: of ``undisturbed``, with the same further keys.
+        faults, seed, stops: see ``faults_of``.
         ranks: of every start.
+        hosts: memories that these ranks have; divides their number.
         more: further keys of the config, with ``__`` for the dots.
     """
-    one, many = folder / "one", folder / "many"
-    for each in (one / "memory", many / "memory", many / "tmp", many / "ranks", many / "fired"):
-        each.mkdir(parents=True)
+    steps = len(expected)
+    for name in ("tmp", "ranks", "fired", *(f"memory/{host}" for host in range(hosts))):
+        (folder / name).mkdir(parents=True)
     data, limit = OwnData(sample, samples=steps * BATCH), timedelta(seconds=LIMIT)
-    calm = configured(one, steps, 1, **more)
-    train(calm, loader=data, hooks=[Faults(calm_folder(one), ())], ranks=1, threads=1)
-    hook = Faults(many, faults_of(seed, steps, faults))
-    config, starts, begun = configured(many, steps, ranks, **more), 0, time.monotonic()
-    before, tempfile.tempdir = tempfile.tempdir, str(many / "tmp")
+    each = ranks // hosts if hosts > 1 else 0
+    hook = Faults(folder, faults_of(seed, steps, faults, stops), each)
+    config, starts, begun = configured(folder, steps, ranks, **more), 0, time.monotonic()
+    before, tempfile.tempdir = tempfile.tempdir, str(folder / "tmp")
     try:
         while True:
-            fired, starts = len(fired_in(many)), starts + 1
+            fired, starts = len(fired_in(folder)), starts + 1
             try:
                 train(config, loader=data, hooks=[hook], ranks=ranks, threads=1, stall_limit=limit)
                 break
             except RankError:
-                if len(fired_in(many)) == fired:
+                if len(fired_in(folder)) == fired:
                     raise  # by itself
     finally:
         tempfile.tempdir = before
     took = time.monotonic() - begun
-    expected, found = (read_journal(each / "checkpoints/metrics.jsonl") for each in (one, many))
+    found = read_journal(folder / "checkpoints/metrics.jsonl")
     problems = departures(expected, found, steps, exact="general__reproducible" in more)
-    sent = [path.read_text() for path in fired_in(many)]
+    sent = [path.read_text() for path in fired_in(folder)]
     if len(sent) != faults:
         problems.append(f"{len(sent)} of {faults} signals were sent")
-    lines = [line.split() for line in (many / "recoveries").read_text().splitlines()]
+    lines = [line.split() for line in (folder / "recoveries").read_text().splitlines()]
     kinds = sorted({*sent})
     return Proof(
-        problems=problems + leftovers(many),
+        problems=problems + leftovers(folder),
         fired={kind: sent.count(kind) for kind in kinds},
         starts=starts,
-        lost=int((many / "lost").read_text()),
+        lost=int((folder / "lost").read_text()),
         recoveries={k: [float(took) for name, took in lines if name == k] for k in kinds},
         goodput=sum(each["step_time_s"] for each in found) / took,
     )
-
-
-def calm_folder(folder: Path) -> Path:
-    """A folder of records of the run to which nothing happens."""
-    for name in ("ranks", "fired"):
-        (folder / name).mkdir()
-    return folder
 
 
 def departures(
@@ -312,7 +348,8 @@ def leftovers(folder: Path) -> list[str]:
     except TimeoutError as error:
         return [str(error)]
     shared = [path for path in Path("/dev/shm").glob("torch_*") if _pid_of(path) in pids]
-    inside = [*(folder / "memory").iterdir(), *(folder / "tmp").iterdir()]
+    # The last ranks are on host 0; the memory of a host that was lost is out of their reach.
+    inside = [*(folder / "memory/0").iterdir(), *(folder / "tmp").iterdir()]
     return [f"{path} is left" for path in (*shared, *inside, *_strays(folder / "checkpoints"))]
 
 
@@ -349,23 +386,52 @@ def main() -> int:
     """Read the flags, run the proof, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=20, help="of each round")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after them")
+    parser.add_argument("--kills-only", action="store_true", help="no SIGSTOP, which takes 15 s")
+    parser.add_argument("--background", action="store_true", help="copies during the next step")
     parser.add_argument("--reproducible", action="store_true", help="compare bits")
-    given = vars(parser.parse_args())
-    more = REPRODUCIBLE if given.pop("reproducible") else {}
+    given = parser.parse_args()
+    more = REPRODUCIBLE if given.reproducible else {}
+    if given.background:
+        more |= {"checkpoints__checkpointing_engine": "datastates"}
+    # Of a copy every step one finished step may be lost, and two during the next step.
+    bound, end, proofs = 2 if given.background else 0, time.monotonic() + 60 * given.minutes, []
     with tempfile.TemporaryDirectory(prefix="elastic-proof-") as folder:
-        proof = prove(Path(folder), **given, **more)
-    print(f"signals: {proof.fired}; starts of all ranks: {proof.starts}")
-    print(f"finished steps that were lost: {proof.lost}; goodput {proof.goodput:.1%}")
-    for name, seconds in proof.recoveries.items():
+        expected = undisturbed(Path(folder) / "calm", given.steps, **more)
+        for seed in range(given.seed, given.seed + given.rounds):
+            if time.monotonic() > end:
+                break
+            what = {"seed": seed, "faults": given.faults, "stops": not given.kills_only}
+            where = Path(folder) / str(seed)
+            proof = prove(where, expected, ranks=given.ranks, hosts=given.hosts, **what, **more)
+            proofs.append(proof)
+            shutil.rmtree(where)
+            print(
+                f"seed {seed}: signals {proof.fired}; starts of all ranks {proof.starts}; finished "
+                f"steps lost {proof.lost}; goodput {proof.goodput:.1%}", flush=True,
+            )  # fmt: skip
+            for problem in proof.problems:
+                print(f"PROBLEM {problem}", flush=True)
+    return summarise(proofs, bound)
+
+
+def summarise(proofs: Sequence[Proof], bound: int) -> int:
+    """Print what all rounds found; the exit status. ``bound``: steps that a signal may cost."""
+    sent = sum(sum(proof.fired.values()) for proof in proofs)
+    lost = sum(proof.lost for proof in proofs)
+    print(f"{len(proofs)} rounds, {sent} signals, {lost} finished steps lost")
+    for name in sorted({name for proof in proofs for name in proof.recoveries}):
+        seconds = [took for proof in proofs for took in proof.recoveries.get(name, ())]
         middle, most = (f(seconds or [math.nan]) for f in (statistics.median, max))
         print(f"{name} to the next finished step: median {middle:.1f} s, most {most:.1f} s")
-    for problem in proof.problems:
-        print(f"PROBLEM {problem}")
-    print("losses and samples are those of the undisturbed run" if not proof.problems else "failed")
-    return 1 if proof.problems or proof.lost else 0
+    problems = [problem for proof in proofs for problem in proof.problems]
+    print("losses and samples are those of the undisturbed run" if not problems else "failed")
+    return 1 if problems or lost > bound * sent else 0
 
 
 if __name__ == "__main__":

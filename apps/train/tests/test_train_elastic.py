@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -213,13 +215,24 @@ def sample(i):
 """Slow until the second host has come, and slow enough to kill it."""
 JOINABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Else torchrun (torch 2.13) waits forever where a host joins, if the first one stays the first."""
+APART = """
+import time
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+time.sleep(600)
+"""
+"""Serves the rendezvous in place of a host, so that any host may be lost."""
 WORLDS = 30
 """Steps of the run that a host joins and leaves."""
 
 
-def agent(folder: Path, flags: list[str], port: int, **more: str) -> subprocess.Popen[str]:
+def agent(
+    folder: Path, flags: list[str], port: int, *conf: str, **more: str
+) -> subprocess.Popen[str]:
     """One host of torchrun, with one process; it waits for others for a second."""
-    meeting = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    limits = ("last_call_timeout=1", "keep_alive_interval=1", "keep_alive_max_attempt=3")
+    meeting = ",".join((*limits, *conf))
     command = [
         *TORCHRUN, "1", "--nnodes", "1:2", "--max-restarts", "3", "--monitor-interval", "0.1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a-run",
@@ -237,7 +250,14 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_host_joins_under_torchrun_and_leaves_again(tmp_path: Path) -> None:
+def is_served(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def test_a_host_joins_under_torchrun_and_the_first_one_is_lost(tmp_path: Path) -> None:
+    """With rank 0, and the store of the ranks: the rendezvous is served elsewhere."""
     both = {"parallelism__dp": "auto", "tokens__global_batch_size": BATCH}
     both |= {"tokens__train_steps": WORLDS, "checkpoints__checkpoint_interval": 2}
     both |= {"tokens__limit_val_batches": 0}
@@ -258,22 +278,26 @@ def test_a_host_joins_under_torchrun_and_leaves_again(tmp_path: Path) -> None:
         path = folder / "checkpoints/metrics.jsonl"
         return path.exists() and path.read_text().count("\n") >= step
 
-    agents = [agent(folder, flags, port)]
+    apart = subprocess.Popen([sys.executable, "-c", APART.format(port=port)])
+    agents = []
     try:
+        launchers.until(lambda: is_served(port), lambda: "no store", 60)
+        agents.append(agent(folder, flags, port, "is_host=0"))
         launchers.until(lambda: stepped(4), said, 60)
-        agents.append(agent(folder, flags, port))
+        agents.append(agent(folder, flags, port, "is_host=0"))
         launchers.until(lambda: "pp 1 x dp 2 x" in said(), said, 60)
         begun = len(runs.metrics(folder))
         launchers.until(lambda: stepped(begun + 4), said, 60)
-        ranks = [pid for pid in launchers.marked(mark) if parent(pid) == agents[1].pid]
-        for pid in (agents[1].pid, *ranks):
+        ranks = [pid for pid in launchers.marked(mark) if parent(pid) == agents[0].pid]
+        for pid in (agents[0].pid, *ranks):
             os.kill(pid, signal.SIGKILL)
-        agents[1].wait(10)
-        assert agents[0].wait(90) == 0, said()
+        agents[0].wait(10)
+        assert agents[1].wait(90) == 0, said()
     finally:
         for pid in launchers.marked(mark):
             os.kill(pid, signal.SIGKILL)
-        for each in agents:
+        apart.kill()
+        for each in (apart, *agents):
             each.wait(10)
     assert said().count("pp 1 x dp 1 x") >= 2 and said().count("pp 1 x dp 2 x") == 1
     found, expected = (runs.metrics(each) for each in (folder, tmp_path / "one"))

@@ -9,19 +9,20 @@ from typing import Any
 
 import elastic_proof
 import pytest
-from elastic_proof import BATCH, REPRODUCIBLE, departures, prove
+from elastic_proof import BATCH, REPRODUCIBLE, departures, prove, undisturbed
 
 
 @pytest.mark.parametrize(
-    ("steps", "faults", "more"),
-    [(60, 4, {}), (30, 3, REPRODUCIBLE)],
+    ("steps", "faults", "hosts", "more"),
+    [(60, 4, 2, {}), (30, 3, 1, REPRODUCIBLE)],
     ids=["plain", "reproducible"],
 )
 def test_a_run_outlives_its_ranks(
-    steps: int, faults: int, more: dict[str, Any], tmp_path: Path
+    steps: int, faults: int, hosts: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """The whole proof is ``nox -s elastic-proof``."""
-    proof = prove(tmp_path, steps=steps, faults=faults, seed=3, **more)
+    expected = undisturbed(tmp_path / "one", steps, **more)
+    proof = prove(tmp_path / "many", expected, faults=faults, hosts=hosts, seed=3, **more)
     assert not proof.problems, "\n".join(proof.problems)
     assert proof.lost == 0 and sum(proof.fired.values()) == faults
     assert sum(map(len, proof.recoveries.values())) >= faults - 1  # two may follow at once

@@ -158,6 +158,28 @@ def test_a_run_that_is_set_back_forgets_them(
     check(found, undisturbed())
 
 
+def test_copies_that_cannot_be_removed_end_no_run(
+    tmp_path: Path, undisturbed: Callable, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """It is set back to step 7, and had come to step 12."""
+    keys = in_memory(tmp_path)
+    with pytest.raises(RankError):
+        trained(tmp_path, 1, [(12, 1, 0, signal.SIGKILL)], **keys)
+    (copy,) = copies(tmp_path)
+
+    def busy(folder: object) -> None:
+        raise OSError(f"{folder}: busy")
+
+    monkeypatch.setattr(memory_copies, "remove_steps", busy)
+    back = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/7"}
+    alone = Mesh(MeshConfig(), 0, torch.device("cpu"))
+    run(alone, config_of(tmp_path, **keys, **back)(1))
+    check(curve(tmp_path), undisturbed())
+    said = f"steps that are undone are still there: {copy}: busy; a start that comes before"
+    assert said in "".join(capfd.readouterr())
+
+
 def test_copies_of_a_start_that_was_superseded_are_not_taken(
     tmp_path: Path, undisturbed: Callable
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import runs
 from moto.server import ThreadedMotoServer
 
+from kenotron_ckpt import Uploader, latest_step, read_manifest
 from kenotron_dist import Mesh
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.run.loop import train
@@ -184,3 +185,38 @@ def test_what_is_newer_here_is_resumed_from_here(tmp_path, capfd):
     said = capfd.readouterr().out
     assert f"Resumed after step 4 from {folder}/4; nothing is left to do" in said
     assert f"Uploaded checkpoint {store}/4 in " in said
+
+
+def test_a_later_start_counts_before_more_steps_of_an_older_one(tmp_path, capfd, monkeypatch):
+    """A host is cut off after step 4; another one continues from step 2, which the store has."""
+    store, here = f"file://{tmp_path}/store", "remove_after_upload: false"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    train_here(settings(tmp_path / "a", store, here))
+    shutil.rmtree(tmp_path / "store/4")
+    (tmp_path / "store/latest.txt").write_text("2")
+    train_here([*settings(tmp_path / "b", store, here, **resumed(store)), *until(3)])
+    assert read_manifest(store).generation == 2
+    back = settings(tmp_path / "a", store, here, **resumed(tmp_path / "a/checkpoints"))
+    train_here(back)
+    assert f"Resumed after step 3 from {store}/3" in capfd.readouterr().out
+    assert read_manifest(store).generation == 3
+    # A start that does not know that it was superseded.
+    begin = Uploader.begin
+
+    def superseded(self, generation):
+        begin(self, generation)
+        (tmp_path / "store/writer.lock").write_text(f"generation 9 {'0' * 16}\n")
+
+    monkeypatch.setattr(Uploader, "begin", superseded)
+    with pytest.raises(ValueError, match=r"taken over by a later start .*\(generation 9; this one"):
+        train_here([*back, *until(6)])
+    assert latest_step(store) == 4
+
+
+def resumed(place: object) -> dict[str, object]:
+    return {"checkpoints__resume_checkpoint_path": place}
+
+
+def until(step: int) -> list[str]:
+    return ["--set", f"tokens.train_steps={step}"]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-import kenotron_ckpt.job
+import kenotron_ckpt.snapshot_files
 from kenotron_dist import spawn
 
 
@@ -18,7 +18,7 @@ def ranks_share_what_they_load():
 @pytest.fixture
 def slow(monkeypatch):
     """Every file takes 50 ms; the gate holds them all back when it is shut."""
-    real, gate = kenotron_ckpt.job.write_part, threading.Event()
+    real, gate = kenotron_ckpt.snapshot_files.write_part, threading.Event()
     gate.set()
 
     def write(*arguments):
@@ -26,6 +26,6 @@ def slow(monkeypatch):
         time.sleep(0.05)
         return real(*arguments)
 
-    monkeypatch.setattr(kenotron_ckpt.job, "write_part", write)
+    monkeypatch.setattr(kenotron_ckpt.snapshot_files, "write_part", write)
     yield gate
     gate.set()

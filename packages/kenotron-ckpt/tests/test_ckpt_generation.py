@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from ckpt_kills import MANY, state_of
 from kenotron_ckpt import (
     LOCK,
     FolderLock,
+    FsspecStore,
     NoCheckpoint,
     Saver,
+    Uploader,
     latest_step,
     load,
     read_manifest,
@@ -124,3 +127,67 @@ def test_a_changed_number_is_damage(tmp_path):
     path.write_text(path.read_text().replace('"generation": 1', '"generation": 9'))
     with pytest.raises(ValueError, match="damaged or was edited"):
         read_manifest(tmp_path / "1")
+
+
+class Host:
+    """A start in a folder that no other start sees, which uploads to a URL that all do."""
+
+    def __init__(self, folder, url):
+        self.uploader = Uploader(url, tries=1)
+        self.saver = start(folder, background=False, above=self.uploader.latest_start())
+        self.uploader.begin(self.saver.generation)
+
+    def put(self, step, factor):
+        put(self.saver, step, factor)
+        self.uploader.submit(self.saver.folder / str(step))
+
+    def end(self):
+        """Errors of the uploads."""
+        return [report.error for report in self.uploader.close()]
+
+
+def test_a_start_on_another_disk_supersedes_the_one_that_uploads(tmp_path):
+    """A host was cut off; the run continues from the URL on another one; then the host is back."""
+    url, store = f"file://{tmp_path}/store", tmp_path / "store"
+    old = Host(tmp_path / "old", url)
+    old.put(1, 1)
+    while old.uploader.pending():
+        time.sleep(0.01)
+    new = Host(tmp_path / "new", url)
+    assert (old.saver.generation.number, new.saver.generation.number) == (1, 2)
+    new.put(2, 2)
+    assert new.end() == [None]
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    for step in (1, 2, 9):  # again, in the place of a later start's, and behind it
+        old.put(step, 3)
+    first, *late = old.end()
+    assert first is None
+    assert all("generation 2; this one is generation 1" in str(error) for error in late)
+    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
+    found = read_manifest(url)
+    assert (found.step, found.generation) == (2, 2)
+
+
+def test_what_an_earlier_start_left_is_uploaded_by_the_next_one(tmp_path):
+    url, folder = f"file://{tmp_path}/store", tmp_path / "run"
+    put(start(folder, background=False), 4, 1)
+    new = Host(folder, url)
+    new.uploader.submit_all(folder, 4)
+    assert new.end() == [None] and read_manifest(url).generation == 1
+    (tmp_path / "store" / LOCK).unlink()  # of a URL from before there were generations
+    assert new.uploader.latest_start() == 1
+
+
+def test_a_start_that_is_superseded_during_an_upload_commits_nothing(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/store"
+    old, send = Host(tmp_path / "old", url), FsspecStore.send
+
+    def late(self, name, *more):
+        send(self, name, *more)
+        monkeypatch.setattr(FsspecStore, "send", send)
+        Host(tmp_path / "new", url)
+
+    monkeypatch.setattr(FsspecStore, "send", late)
+    old.put(1, 1)
+    (error,) = old.end()
+    assert "taken over by a later start" in str(error) and latest_step(url) is None

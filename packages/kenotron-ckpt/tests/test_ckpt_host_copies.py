@@ -8,7 +8,15 @@ import pytest
 import torch
 from ckpt_cases import PADDING, model
 
-from kenotron_ckpt import HostCopies, Hosts, NoCheckpoint, file_moves, host_copies, hosts_of
+from kenotron_ckpt import (
+    HostCopies,
+    Hosts,
+    HostSaver,
+    NoCheckpoint,
+    file_moves,
+    host_saver,
+    hosts_of,
+)
 from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_copy import HostCopy
 from kenotron_dist import Mesh, barrier
@@ -30,19 +38,30 @@ def values(mesh, factor, blank=False):
 class Rank:
     """A rank of hosts whose folders are ``host0`` to ``host2``."""
 
-    def __init__(self, mesh: Mesh, base: Path) -> None:
+    def __init__(self, mesh: Mesh, base: Path, background: bool) -> None:
         self.mesh, self.base, self.own = mesh, base, base / f"host{OF[mesh.rank]}"
         self.own.mkdir(parents=True, exist_ok=True)
         barrier(mesh.world)
         self.hosts = hosts_of(self.own, mesh)
         self.copies = HostCopies(self.own, mesh, self.hosts)
+        self.saver, self.background = HostSaver(self.copies, background=background), background
+
+    def start(self, number):
+        """Save as the start of this number, which is told apart from others by its token."""
+        self.saver._generation = Generation(self.base / "no lock", number, f"{number:016x}")
 
     def save(self, step, factor):
+        saved = values(self.mesh, factor)
         try:
-            self.copies.save(step, values(self.mesh, factor), {"factor": factor})
+            self.saver.save(step, saved, {"factor": factor})
+            self.saver.wait()
+            if self.background:
+                for tensor, _ in saved.values():
+                    tensor.zero_()
+            self.saver.finish()
         except ValueError as error:
             return str(error)
-        (report,) = self.copies.reports()
+        (report,) = self.saver.reports()
         return report.failure
 
     def read(self):
@@ -89,9 +108,9 @@ class Rank:
         self.alone(copy)
 
 
-def work(mesh, base):
+def work(mesh, base, background):
     file_moves.CHUNK = 100  # several rounds
-    rank, found = Rank(mesh, base / "hosts"), {}
+    rank, found = Rank(mesh, base / "hosts", background), {}
     found["hosts"] = rank.hosts.of
     found["failures"] = [rank.save(1, 1), rank.save(2, 2)]
     found["names"] = sorted(p.relative_to(rank.own).as_posix() for p in rank.own.rglob("*.safe*"))
@@ -122,7 +141,7 @@ def work(mesh, base):
     rank.restore("second")
     for name, module, attribute in (
         ("room", file_moves, "_write"),
-        ("commit", host_copies, "commit"),
+        ("commit", host_saver, "commit"),
     ):
         before = getattr(module, attribute)
         if mesh.rank == 2:
@@ -132,10 +151,10 @@ def work(mesh, base):
         found[f"no {name}"] = failure, rank.read(), rank.copies.newest()[0]
     found["save after"] = rank.save(3, 3), rank.read()
     # A start that was superseded had made more steps.
-    rank.copies.generation = Generation(base / "no lock", 1, "0" * 16)
+    rank.start(1)
     rank.save(9, 9)
     rank.backup("superseded")
-    rank.copies.generation = Generation(base / "no lock", 2, "1" * 16)
+    rank.start(2)
     rank.save(4, 4)
     rank.alone(
         lambda: [add(base / f"superseded/host{n}", base / f"hosts/host{n}") for n in range(3)]
@@ -167,9 +186,9 @@ def damage(folder):
         file.write_bytes(held)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return on_ranks(work, tmp_path_factory.mktemp("run"), pp=2, dp=2)
+@pytest.fixture(scope="module", params=[False, True], ids=["waited for", "background"])
+def found(request, tmp_path_factory):
+    return on_ranks(work, tmp_path_factory.mktemp("run"), request.param, pp=2, dp=2)
 
 
 def test_a_host_has_its_files_and_those_of_the_one_before(found):

@@ -139,12 +139,12 @@ def test_memory_is_reserved_once_and_used_again(tmp_path):
     with Saver(tmp_path, Mesh.connect()) as saver:
         saver.reserve(tensors, volatile=["v3"])
         places = [slot.data_ptr() for slot in saver._arena.slots]
-        plan = saver._plan
+        plan = saver._plans._plan
         for step in range(3):
             saver.save(step, tensors, {}, volatile=["v3"])
             saver.wait()
         assert [slot.data_ptr() for slot in saver._arena.slots] == places
-        assert saver._plan is plan
+        assert saver._plans._plan is plan
         other = vectors(9, size=1000)
         saver.save(3, tensors, {})
         saver.reserve(other)  # which waits for the save under way
@@ -158,13 +158,13 @@ def test_a_plan_is_made_anew_when_a_tensor_moves(tmp_path):
     with Saver(tmp_path, Mesh.connect()) as saver:
         saver.save(1, tensors, {})
         saver.finish()
-        plan = saver._plan
+        plan = saver._plans._plan
         moved, layout = tensors["v1"]
         tensors["v1"] = moved + 40, layout
         moved.fill_(-1)  # where it was
         saver.save(2, tensors, {})
         saver.finish()
-        assert saver._plan is not plan
+        assert saver._plans._plan is not plan
         holder = tensors["v2"][0]
         holder.data = torch.full((100,), 60.0)  # the same tensor object, other memory
         saver.save(3, tensors, {})

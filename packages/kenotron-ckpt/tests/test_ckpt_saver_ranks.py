@@ -14,6 +14,7 @@ from ckpt_kills import put, put_together, state_of
 
 import kenotron_ckpt.job
 import kenotron_ckpt.saver
+import kenotron_ckpt.snapshot_files
 import kenotron_dist
 from kenotron_ckpt import Saver, load, store_at
 from kenotron_ckpt.host_buffer import HostBuffer
@@ -85,7 +86,7 @@ def test_the_others_hear_that_a_rank_declined(tmp_path, who):
 def train_until_one_dies(mesh, folder):
     """Rank 1 is killed in the background of a training whose ranks talk all the time."""
     kenotron_ckpt.saver._PATIENCE = 0.5
-    real = kenotron_ckpt.job.write_part
+    real = kenotron_ckpt.snapshot_files.write_part
 
     def write(*arguments):
         if mesh.rank == 1:
@@ -93,7 +94,7 @@ def train_until_one_dies(mesh, folder):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments)
 
-    kenotron_ckpt.job.write_part = write
+    kenotron_ckpt.snapshot_files.write_part = write
     with Saver(folder, mesh) as saver:
         begin(saver, 20, 2)
         while True:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import shutil
 
-from kenotron_ckpt import HostCopies, Saver, on_each, on_first, remove_steps
+from kenotron_ckpt import (
+    DataStatesConfig,
+    HostSaver,
+    Saver,
+    on_each,
+    on_first,
+    remove_steps,
+)
 from kenotron_train.assemble import Training
 from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
@@ -18,9 +25,8 @@ AT_A_TIME = 2
 class MemoryCopies:
     """Saves a run into memory every few steps; without ``memory_every`` it does nothing.
 
-    Where there are several hosts, each has a copy of the files of the one before it, and training
-    waits until these are sent. Made on all ranks, as a context manager. A run that ends by itself
-    removes its copies.
+    Where there are several hosts, each has a copy of the files of the one before it. Made on all
+    ranks, as a context manager. A run that ends by itself removes its copies.
     """
 
     def __init__(
@@ -39,19 +45,20 @@ class MemoryCopies:
         section = training.checkpoints.section
         self._training, self._report = training, report
         self._every = section.memory_every or 0
-        self._hosts: HostCopies | None = None
-        self._saver: Saver | None = None
+        self._saver: Saver | HostSaver | None = None
         if memory is None:
             return
         _check_room(memory, training)
-        self._hosts = memory.hosts
-        if self._hosts is not None:
-            self._hosts.generation = saver.generation
-            return
-        self._saver = Saver(
-            memory.path, training.mesh, background=section.checkpointing_engine == "datastates",
-            keep=1, on_failure="report", generation=saver.generation,
-        )  # fmt: skip
+        pool = section.datastates or DataStatesConfig()
+        how = {
+            "background": section.checkpointing_engine == "datastates",
+            "pool_bytes": pool.pool_bytes, "pin": pool.pin_host_cache,
+            "threads": pool.parser_threads, "generation": saver.generation,
+        }  # fmt: skip
+        if memory.hosts is not None:
+            self._saver = HostSaver(memory.hosts, **how)
+        else:
+            self._saver = Saver(memory.path, training.mesh, keep=1, on_failure="report", **how)
 
     def is_due(self, step: int) -> bool:
         """Return whether a copy is made after a step."""
@@ -59,8 +66,8 @@ class MemoryCopies:
 
     def save(self, progress: Progress) -> None:
         """Copy the run where a copy is due. Collective over the mesh."""
-        if (copies := self._saver or self._hosts) is not None and self.is_due(progress.step):
-            save_run(copies, self._training, progress, compared=False)
+        if self._saver is not None and self.is_due(progress.step):
+            save_run(self._saver, self._training, progress, compared=False)
 
     def wait(self) -> None:
         """Return when the tensors may change. Collective over the mesh."""
@@ -69,25 +76,41 @@ class MemoryCopies:
 
     def say(self) -> None:
         """Warn of each copy that failed."""
-        copies = self._saver or self._hosts
-        for done in copies.reports() if copies is not None else ():
+        for done in self._saver.reports() if self._saver is not None else ():
             if done.failure:
                 self._report.say(f"no copy in memory: {done}", "warning")
+            if done.follow_up:
+                self._report.say(
+                    f"the copy in {done.store} stands, but {done.follow_up}", "warning"
+                )
 
     def forget(self) -> None:
-        """Remove copies of steps that are undone. Collective over the mesh."""
-        if self._hosts is not None:
-            self._hosts.remove_steps()
-        if (saver := self._saver) is not None:
-            saver.finish()
-            on_first(saver.mesh, lambda: remove_steps(saver.store))
+        """Remove copies of steps that are undone, or warn. Collective over the mesh."""
+        if (saver := self._saver) is None:
+            return
+        saver.finish()
+        try:
+            if isinstance(saver, HostSaver):
+                fault = saver.copies.remove_steps()
+            else:
+                fault = on_first(saver.mesh, lambda: remove_steps(saver.store)) or ""
+        except OSError as error:
+            fault = str(error)
+        if fault:
+            self._report.say(
+                f"copies in memory of steps that are undone are still there: {fault}; a start that "
+                "comes before the next copy may resume from one: remove them",
+                "warning",
+            )
 
     def remove(self) -> None:
         """Remove the copies: the run's folder has all. Collective over the mesh."""
-        if self._hosts is not None:
-            self._hosts.remove()
-        if (saver := self._saver) is not None:
-            saver.close()
+        if (saver := self._saver) is None:
+            return
+        saver.close()
+        if isinstance(saver, HostSaver):
+            saver.copies.remove()
+        else:
             on_first(saver.mesh, lambda: shutil.rmtree(saver.folder, ignore_errors=True))
 
     def __enter__(self) -> MemoryCopies:

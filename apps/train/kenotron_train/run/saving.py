@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kenotron_ckpt import (
     DataStatesConfig,
-    HostCopies,
+    HostSaver,
     SaveFailed,
     Saver,
     open_checkpoint,
@@ -37,20 +37,22 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
             every=checkpoints.checkpoint_interval,
             keep=checkpoints.keep_last,
             keep_every=checkpoints.keep_every,
-            pool_bytes=max(1, int(pool.host_cache_size * 10**9)),
+            pool_bytes=pool.pool_bytes,
             pin=pool.pin_host_cache,
             threads=pool.parser_threads,
             verify=checkpoints.verify_after_write,
             on_commit=uploads.submit,
             busy=uploads.holds,
             on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
+            above=uploads.latest_start,
         )
+    uploads.begin(saver.generation)
     saver.reserve(_records(training))
     return saver
 
 
 def save_run(
-    saver: Saver | HostCopies, training: Training, progress: Progress, *, compared: bool = True
+    saver: Saver | HostSaver, training: Training, progress: Progress, *, compared: bool = True
 ) -> None:
     """Begin a checkpoint of the run. Collective over the mesh.
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from kenotron_ckpt import (
+    SUPERSEDED,
     CheckpointsConfig,
+    Generation,
     S3UploadConfig,
     Store,
     UploadReport,
     defect,
     is_url,
-    latest_step,
+    manifest_at,
     on_first,
     on_first_at_length,
+    read_manifest,
     start_uploader,
     steps_in,
 )
@@ -49,6 +53,17 @@ class Uploads:
                 remove_after_upload=section.remove_after_upload,
                 read_back=section.read_back,
             )
+        uploader = self._uploader
+        self.latest_start = on_first(mesh, lambda: uploader.latest_start() if uploader else 0)
+        """Number of the latest start that uploaded to the same place; 0: none."""
+
+    def begin(self, generation: Generation | None) -> None:
+        """Upload as this start of the run (on rank 0): earlier ones upload nothing any more.
+
+        Collective over the mesh. Raises OSError, on all ranks.
+        """
+        uploader = self._uploader
+        on_first(self._mesh, lambda: uploader and generation and uploader.begin(generation))
 
     def resumed(self, step: int) -> None:
         """Take up what an earlier process of this run left, up to the step that was resumed."""
@@ -65,14 +80,16 @@ class Uploads:
         return self._uploader is not None and self._uploader.uploading(int(folder.name))
 
     def say(self) -> None:
-        """A line for each upload that has ended."""
-        for done in self._uploader.finished() if self._uploader is not None else ():
-            self._say(done)
+        """A line for each upload that has ended.
+
+        Raises ValueError on rank 0 where a later start of the run uploads.
+        """
+        self._say_all(self._uploader.finished() if self._uploader is not None else ())
 
     def finish(self) -> None:
         """Wait for the uploads, as long as any of them runs, and report how they ended.
 
-        Collective over the mesh.
+        Collective over the mesh. Raises ValueError where a later start of the run uploads.
         """
         if (section := self._section) is None or not section.upload_s3_path:
             return
@@ -81,8 +98,8 @@ class Uploads:
         def close() -> list[dict]:
             return [asdict(done) for done in uploader.close()] if uploader is not None else []
 
-        for done in on_first_at_length(self._mesh, "uploading checkpoints", close):
-            self._say(UploadReport(**done))
+        found = on_first_at_length(self._mesh, "uploading checkpoints", close)
+        self._say_all([UploadReport(**done) for done in found])
 
     def __enter__(self) -> Uploads:
         return self
@@ -90,6 +107,12 @@ class Uploads:
     def __exit__(self, *_: object) -> None:
         for done in self._uploader.close(patience=0) if self._uploader is not None else ():
             self._say(done)
+
+    def _say_all(self, reports: Sequence[UploadReport]) -> None:
+        for done in reports:
+            self._say(done)
+        if late := [done.error for done in reports if done.error and SUPERSEDED in done.error]:
+            raise ValueError(late[0])
 
     def _say(self, done: UploadReport) -> None:
         url = f"{upload_url(self._section)}/{done.step}"
@@ -113,8 +136,9 @@ def place_to_resume(
     """Return the path or URL of the checkpoints to resume from; None for a fresh run.
 
     A run that would resume from its own folder, or from the store that it uploads to, resumes from
-    the one of them with the newest checkpoint; from its folder where neither has one. Collective
-    over the mesh. Raises OSError or ValueError, on all ranks.
+    the one of them with the newest checkpoint: of the latest start, then of the highest step; from
+    its folder where neither has one. Collective over the mesh. Raises OSError or ValueError, on all
+    ranks.
     """
     url = upload_url(section)
     given, folder = checkpoints.resume_checkpoint_path, Path(checkpoints.checkpoints_path)
@@ -123,7 +147,7 @@ def place_to_resume(
     is_own = not is_url(given) and Path(given) == folder
     if not is_own and given.rstrip("/") != url:
         return given
-    newest = on_first(mesh, lambda: latest_step(url))
+    newest = on_first(mesh, lambda: _newest_at(url))
     return str(folder) if newest is None or (is_own and newest <= _newest_in(folder)) else url
 
 
@@ -142,7 +166,17 @@ def _goes_on(checkpoints: CheckpointsConfig, section: S3UploadConfig | None) -> 
     return Path(folder) in (Path(given), Path(given).parent)
 
 
-def _newest_in(folder: Path) -> int:
-    """The newest complete checkpoint in a run folder; -1 when there is none."""
-    steps = steps_in(folder) if folder.is_dir() else []
-    return max((step for step in steps if defect(folder / str(step)) is None), default=-1)
+def _newest_at(url: str) -> list[int] | None:
+    """Generation and step of the checkpoint that a URL has to resume from. Raises RemoteError."""
+    try:
+        found = read_manifest(url)
+    except ValueError:
+        return None
+    return [found.generation, found.step]
+
+
+def _newest_in(folder: Path) -> list[int]:
+    """The highest generation and step of a complete checkpoint in a run folder; else [-1, -1]."""
+    steps = [folder / str(step) for step in (steps_in(folder) if folder.is_dir() else [])]
+    whole = [manifest_at(each) for each in steps if defect(each) is None]
+    return max(([each.generation, each.step] for each in whole), default=[-1, -1])

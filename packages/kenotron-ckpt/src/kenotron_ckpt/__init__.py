@@ -17,7 +17,9 @@ from kenotron_ckpt.folder import (
     resolve_step,
     steps_in,
 )
+from kenotron_ckpt.generation import SUPERSEDED, Generation
 from kenotron_ckpt.host_copies import HostCopies
+from kenotron_ckpt.host_saver import HostSaver
 from kenotron_ckpt.hosts import Hosts, hosts_of
 from kenotron_ckpt.index import Manifest, Record, seal_of
 from kenotron_ckpt.loading import (
@@ -51,7 +53,9 @@ __all__ = [
     "DataStatesConfig",
     "FolderLock",
     "FsspecStore",
+    "Generation",
     "HostCopies",
+    "HostSaver",
     "Hosts",
     "LATEST",
     "LOCK",
@@ -63,6 +67,7 @@ __all__ = [
     "NoCheckpoint",
     "Record",
     "S3UploadConfig",
+    "SUPERSEDED",
     "SaveFailed",
     "SaveReport",
     "Saver",

@@ -20,6 +20,11 @@ class DataStatesConfig:
     pin_host_cache: bool = True
     """Page-locked memory, so that an accelerator copies while it computes."""
 
+    @property
+    def pool_bytes(self) -> int:
+        """``host_cache_size`` in bytes, at least one."""
+        return max(1, int(self.host_cache_size * 10**9))
+
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = []

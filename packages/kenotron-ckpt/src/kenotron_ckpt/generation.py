@@ -1,7 +1,8 @@
 """Fencing: each start that writes to a run folder has a number, and older starts may not save.
 
 Where locks do not work, or are lost, two programs may believe that a folder is theirs. The later
-one has the higher number in the lock file, and the earlier one finds it there before it commits.
+one has the higher number in the lock file, and the earlier one finds it there before it commits. A
+remote run folder has a file of the same name, with the number of the latest start that uploads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kenotron_ckpt.folder import read_manifest
+from kenotron_ckpt.store import Store
 
 SUPERSEDED = "has been taken over by a later start of the run"
 """Part of the message of every save that is refused because a later start writes to the folder."""
@@ -44,29 +46,64 @@ class Generation:
         text = b""
         with contextlib.suppress(FileNotFoundError):
             text = self.path.read_bytes()
+        self._check(text, self.path.parent)
+
+    def check_in(self, store: Store) -> None:
+        """Raise ValueError where a later start writes to a remote run folder; OSError: see above.
+
+        A store has no locks: what a later start writes between this and a commit is not seen.
+        """
+        self._check(_read(store, self.path.name), store)
+
+    def take(self, store: Store) -> None:
+        """Name this start as the latest in a remote run folder. Raises OSError."""
+        store.write_text(self.path.name, self.line)
+
+    def _check(self, text: bytes, place: object) -> None:
         number, token = _named(text) or (0, "")
         if number > self.number or (number == self.number and token != self.token):
             raise ValueError(
-                f"{self.path.parent} {SUPERSEDED} (generation {number}; this one is generation "
+                f"{place} {SUPERSEDED} (generation {number}; this one is generation "
                 f"{self.number}): nothing was saved, and this start must end; if it is the one to "
                 "continue, stop the other one and start again"
             )
 
 
-def next_generation(path: Path, handle: int) -> Generation:
+def next_generation(path: Path, handle: int, above: int = 0) -> Generation:
     """Return the generation of a start that has just locked a run folder.
 
     Args:
         path: the lock file.
         handle: the same, open. Where it names no start (a folder that was copied without it), the
             newest checkpoint does.
+        above: number of a start of the run that used another folder.
     """
     found = _named(os.pread(handle, 4096, 0))
     number = found[0] if found else 0
     if found is None:
         with contextlib.suppress(OSError, ValueError):
             number = read_manifest(path.parent).generation
-    return Generation(path, number + 1, secrets.token_hex(8))
+    return Generation(path, max(number, above) + 1, secrets.token_hex(8))
+
+
+def start_in(store: Store, name: str) -> int:
+    """Return the number of the latest start that wrote to a remote run folder; 0: none is known.
+
+    ``name``: of the file that says so, else the newest checkpoint does. Raises RemoteError.
+    """
+    found = _named(_read(store, name))
+    if found is not None:
+        return found[0]
+    try:
+        return read_manifest(store).generation
+    except ValueError:
+        return 0
+
+
+def _read(store: Store, name: str) -> bytes:
+    with contextlib.suppress(FileNotFoundError):
+        return store.read(name)
+    return b""
 
 
 def _named(text: bytes) -> tuple[int, str] | None:

@@ -6,29 +6,20 @@ manifest of all files. So each file is on two hosts, and a host that is lost tak
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint
-from kenotron_ckpt.collective_errors import on_all, on_each, on_first
-from kenotron_ckpt.committing import commit
-from kenotron_ckpt.file_moves import FileMove, move_bytes
+from kenotron_ckpt.collective_errors import on_each
 from kenotron_ckpt.folder import MANIFEST, manifest_text, steps_in
-from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_copy import Fetch, HostCopy
 from kenotron_ckpt.hosts import Hosts
 from kenotron_ckpt.index import Manifest, seal_of
 from kenotron_ckpt.loading import NoCheckpoint
-from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.retention import remove_checkpoint
-from kenotron_ckpt.saving import write_share
-from kenotron_ckpt.share import FILE_BYTES, check_state, manifest_of, plan_share, stem_of
 from kenotron_ckpt.store import LocalStore
 from kenotron_dist import Mesh, barrier, broadcast_object
 
@@ -38,10 +29,9 @@ FETCHED = "fetched"
 
 
 class HostCopies:
-    """Saves into folders that hosts do not share, and reads from there.
+    """Saves in folders that hosts do not share: reads and removes them; ``HostSaver`` makes them.
 
-    Make and call it on all ranks, in the same order. All calls but ``reports`` are collective over
-    the mesh, and training waits for them.
+    Make and call it on all ranks, in the same order. All calls are collective over the mesh.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, hosts: Hosts) -> None:
@@ -53,42 +43,13 @@ class HostCopies:
             hosts: of ``hosts_of``, two or more.
         """
         self.folder, self.mesh, self.hosts = folder, mesh, hosts
-        self.generation: Generation | None = None
-        """Start that saves, on rank 0."""
-        self._leads, self._host = hosts.leads(mesh.rank), hosts.of[mesh.rank]
-        self._reports: list[SaveReport] = []
+        self.leads = hosts.leads(mesh.rank)
+        """True on one rank of each host."""
+        self._host = hosts.of[mesh.rank]
 
     def stored_ranks(self) -> list[int]:
         """Return the ranks whose files this rank's host has."""
         return [*self.hosts.ranks(self._host), *self.hosts.ranks(self._host - 1)]
-
-    def save(
-        self, step: int, tensors: Tensors, state: Mapping[str, Any], config_text: str | None = None
-    ) -> None:
-        """Save, send each file to the next host, and remove earlier steps.
-
-        Arguments and errors are those of ``kenotron_ckpt.save``, but for an OSError: it is in
-        ``reports``, and the earlier copy is still whole.
-        """
-        begun, nbytes, failure = time.perf_counter(), 0, ""
-        step_folder = self.folder / str(step)
-        try:
-            nbytes = self._save(step_folder, tensors, state, config_text)
-        except OSError as error:
-            failure = str(error)
-        self._remove([step_folder] if failure else self._steps(but=step))
-        took = time.perf_counter() - begun
-        store = LocalStore(step_folder)
-        self._reports.append(
-            SaveReport(
-                step=step, store=store, failure=failure, nbytes=nbytes, blocked=took, durable=took
-            )
-        )
-
-    def reports(self) -> list[SaveReport]:
-        """Return reports of the saves since this was last asked."""
-        found, self._reports = self._reports, []
-        return found
 
     def newest(self) -> tuple[tuple[int, int] | None, str]:
         """Return generation and step of the newest whole copy, and a remark on later ones."""
@@ -118,64 +79,46 @@ class HostCopies:
         self._remove([], self.folder / FETCHED)
         raise NoCheckpoint("\n  ".join([f"no copy in {self.folder} can be read:", *reasons]))
 
-    def remove_steps(self) -> None:
-        """Remove all copies."""
-        self._remove(self._steps())
+    def remove_steps(self, but: int | None = None, mesh: Mesh | None = None) -> str:
+        """Remove the copies of all steps but one, when no rank reads them.
+
+        ``mesh``: that of the thread that calls; None: its own. No rank continues before they are
+        gone. Returns why some could not be removed, on all ranks; empty: all were.
+        """
+        return self._remove([step for step in steps_in(self.folder) if step != but], mesh=mesh)
+
+    def remove_step(self, step: int, mesh: Mesh | None = None) -> str:
+        """Remove the copy of one step; see ``remove_steps``."""
+        return self._remove([step], mesh=mesh)
 
     def remove(self) -> None:
         """Remove the folder on every host."""
-        self._remove(self._steps(), self.folder)
+        self._remove(steps_in(self.folder), self.folder)
 
-    def _remove(self, steps: Iterable[Path], folder: Path | None = None) -> None:
-        """Remove copies, then a folder, when no rank reads them.
+    def _remove(
+        self, steps: Iterable[int], folder: Path | None = None, mesh: Mesh | None = None
+    ) -> str:
+        """Remove copies, then a folder; see ``remove_steps``."""
+        mesh = mesh or self.mesh
 
-        No rank continues before they are gone.
-        """
-        barrier(self.mesh.world)
-        if self._leads:
-            for each in steps:
-                with contextlib.suppress(OSError):
-                    remove_checkpoint(LocalStore(each))
+        def remove() -> str:
+            faults = []
+            for step in steps:
+                try:
+                    remove_checkpoint(LocalStore(self.folder / str(step)))
+                except OSError as error:
+                    faults.append(str(error))
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-        barrier(self.mesh.world)
+            return "; ".join(faults)
 
-    def _steps(self, but: int | None = None) -> list[Path]:
-        return [self.folder / str(step) for step in steps_in(self.folder) if step != but]
-
-    def _save(
-        self, step_folder: Path, tensors: Tensors, state: Mapping[str, Any], config: str | None
-    ) -> int:
-        """Save; returns the bytes of all files."""
-        mesh, hosts, store = self.mesh, self.hosts, LocalStore(step_folder)
-        # Write own files. A step that is there was never committed, or belongs to an older start.
-        on_each(mesh, lambda: check_state(int(store.name), state, None))
-        plan = on_all(mesh, lambda: plan_share(tensors, mesh, FILE_BYTES))
-        on_each(mesh, lambda: _empty(store) if self._leads else None)
-        shares = on_each(mesh, lambda: write_share(store, stem_of(mesh, ""), plan))
-        # Send them to the next host.
-        moves = [
-            FileMove(rank, hosts.next_rank(rank), name, 0, entry["bytes"])
-            for rank, share in enumerate(shares)
-            for name, entry in share["files"].items()
-        ]
-        fault = move_bytes(moves, mesh, step_folder, step_folder)
-        on_each(mesh, lambda: _raise(fault))
-
-        # Commit on all hosts; earlier copies are removed when all have.
-        what = store, shares, mesh, state, config, self.generation
-        found = on_first(mesh, lambda: manifest_of(*what).to_json())
-        here = [name for rank in self.stored_ranks() for name in shares[rank]["files"]]
-
-        def commit_here() -> None:
-            commit(store, Manifest.from_json(found), text=found, here=here)
-
-        on_each(mesh, lambda: commit_here() if self._leads else None)
-        return sum(move.nbytes for move in moves)
+        barrier(mesh.world)
+        found = on_each(mesh, lambda: remove() if self.leads else "")
+        return "; ".join(f"rank {rank}: {fault}" for rank, fault in enumerate(found) if fault)
 
     def _found(self) -> list[HostCopy]:
         """Find the copies of all hosts, the latest start and step first."""
-        entries = on_each(self.mesh, lambda: self._listed() if self._leads else [])
+        entries = on_each(self.mesh, lambda: self._listed() if self.leads else [])
         copies: dict[tuple[int, int, str], HostCopy] = {}
         for rank, listed in enumerate(entries):
             for generation, step, seal, files, there in listed:
@@ -188,7 +131,7 @@ class HostCopies:
     def _listed(self) -> list[tuple[int, int, str, int, list[int]]]:
         """List what this host has: fields of a ``HostCopy``, and the places of its files."""
         listed = []
-        for path in self._steps():
+        for path in (self.folder / str(step) for step in steps_in(self.folder)):
             store = LocalStore(path)
             try:
                 text = manifest_text(store)
@@ -226,19 +169,8 @@ class HostCopies:
                         file.truncate(entry.bytes)
             (target / MANIFEST).write_text(text)
 
-        on_each(mesh, lambda: prepare() if self._leads else None)
+        on_each(mesh, lambda: prepare() if self.leads else None)
         fetch = Fetch(copy, manifest, mesh, self.hosts, path, target)
         checkpoint = Checkpoint(LocalStore(target), manifest, mesh, fetch)
         checkpoint.passed_over = reasons
         return read(checkpoint)
-
-
-def _empty(step_folder: LocalStore) -> None:
-    """Make a step folder, without the copy that may be in it."""
-    remove_checkpoint(step_folder)
-    step_folder.make()
-
-
-def _raise(fault: str) -> None:
-    if fault:
-        raise OSError(fault)

@@ -17,11 +17,11 @@ from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.saving import discard
-from kenotron_ckpt.share import WritePlan, commit_shares, share_as_json, stem_of
+from kenotron_ckpt.share import WritePlan, commit_shares, stem_of
 from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.snapshot_files import write_snapshot
 from kenotron_ckpt.store import Store
-from kenotron_ckpt.threads import set_device, together
-from kenotron_ckpt.writer import Share, write_part
+from kenotron_ckpt.threads import set_device
 from kenotron_dist import Mesh, MessageRefused, StoreMessages
 
 _SAID = "said"
@@ -116,35 +116,11 @@ class SaveJob:
         """
         if failure:
             raise RuntimeError(failure)
+        how = {"threads": self.threads, "verify": self.verify, "begin": self.begin_thread}
         stem = stem_of(self.mesh, tag)
-        waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        for index in self.snapshot.first:
-            waiting.put(index)
-        shares: list[Share] = []
-        errors: list[BaseException] = []
-        threads = min(self.threads, len(self.plan.parts))
-
-        def work() -> None:
-            while (index := waiting.get()) is not None:
-                try:
-                    shares.append(self._write_part(stem, index))
-                    if (following := self.snapshot.reuse(index)) is not None:
-                        waiting.put(following)
-                except BaseException as error:
-                    errors.append(error)
-                if errors or len(shares) == len(self.plan.parts):
-                    for _ in range(threads):
-                        waiting.put(None)
-
-        together(work, threads, self.begin_thread)
-        if errors:
-            raise errors[0]
-        in_order = sorted(shares, key=lambda share: min(share[1]))
-        return share_as_json(in_order, self.plan.empty, self.rank_state)
-
-    def _write_part(self, stem: str, index: int) -> Share:
-        part, hosts = self.plan.parts[index], self.snapshot.ready(index)
-        return write_part(self.step_folder, stem, part, hosts, self.verify)
+        return write_snapshot(
+            self.step_folder, stem, self.plan, self.snapshot, self.rank_state, **how
+        )
 
     def _commit(self, failure: str) -> int:
         """On rank 0: collect all reports and commit the checkpoint; returns its bytes.

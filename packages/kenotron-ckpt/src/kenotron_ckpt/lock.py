@@ -29,7 +29,8 @@ class FolderLock:
     the lock file is a symbolic link.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, above: int = 0) -> None:
+        """Take a folder. ``above``: the generation is higher than this number, too."""
         LocalStore(folder).make()
         self._owner: OwnerFile | None = None
         self._handle: int | None = _opened(folder / LOCK)
@@ -47,7 +48,7 @@ class FolderLock:
             ) from None
         except (OSError, ImportError) as error:
             self._own(folder, error)
-        self.generation = next_generation(folder / LOCK, self._handle)
+        self.generation = next_generation(folder / LOCK, self._handle, above)
         """Of this holder: it is higher than those of all before it."""
         holder = f"process {os.getpid()} on {socket.gethostname()}\n{self.generation.line}"
         with contextlib.suppress(OSError):  # a full disk: the lock holds, it only has no name

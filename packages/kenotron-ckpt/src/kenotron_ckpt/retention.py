@@ -79,10 +79,18 @@ def _begun(step_folder: Store) -> bool:
 
 
 def remove_steps(folder: Location) -> None:
-    """Remove all checkpoints of a run folder, and what saves that failed have left. On one rank."""
-    run = store_at(folder)
+    """Remove all checkpoints of a run folder, and what saves that failed have left. On one rank.
+
+    Raises OSError where some cannot be removed, once the others are gone.
+    """
+    run, faults = store_at(folder), list[str]()
     for step in steps_in(run):
-        remove_checkpoint(run.at(str(step)))
+        try:
+            remove_checkpoint(run.at(str(step)))
+        except OSError as error:
+            faults.append(str(error))
+    if faults:
+        raise OSError("; ".join(faults))
 
 
 def remove_checkpoint(step_folder: Store) -> None:

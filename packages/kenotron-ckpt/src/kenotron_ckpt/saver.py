@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt.blocks import Tensors, places_of
+from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_buffer import HostBuffer
@@ -17,14 +17,15 @@ from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveOutcomes, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
 from kenotron_ckpt.saving import save_and_report
-from kenotron_ckpt.share import FILE_BYTES, WritePlan, check_positive, check_state, plan_share
+from kenotron_ckpt.share import FILE_BYTES, WritePlan, check_positive, check_state
+from kenotron_ckpt.share_plans import SharePlans
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.store import LocalStore, Location, Store, local_path, store_at
 from kenotron_dist import Handle, Mesh
 
 POOL_BYTES = 16 << 30
 """Host memory that the snapshot of a rank may take by default."""
-_PATIENCE = 20.0
+PATIENCE_WITH_RANKS = 20.0
 """Seconds for which a run that ends with an error waits for a save under way."""
 
 
@@ -53,6 +54,7 @@ class Saver:
             what it raises is in the report.
         busy: ``prune`` spares step folders for which it returns True.
         generation: of another folder's Saver, where this one has copies of its saves.
+        above: of a start whose checkpoints are elsewhere: the number of this one is higher.
 
     A save by a start that a later one has superseded is refused, whatever ``on_failure`` is: a
     ValueError at the next save or at ``close``.
@@ -80,6 +82,7 @@ class Saver:
         on_commit: Callable[[Store], None] = lambda _: None,
         busy: Callable[[Store], bool] = lambda _: False,
         generation: Generation | None = None,
+        above: int = 0,
     ) -> None:
         check_positive(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
         check_kept(keep, keep_every)
@@ -90,7 +93,7 @@ class Saver:
         self._pin = pin and mesh.device.type != "cpu"
         self._outcomes, self._on_commit = SaveOutcomes(on_failure), on_commit
         self._arena, self._pace = HostBuffer(), Pace()
-        self._plan: tuple[list[Any], WritePlan] | None = None
+        self._plans = SharePlans(mesh, file_bytes, pool_bytes=pool_bytes, threads=threads)
         self._job: SaveJob | None = None
         self._count, self._closed = 0, False
         self._blocked = self._waited = 0.0
@@ -98,7 +101,7 @@ class Saver:
         self.generation = generation
         """Start that saves: the next one of the folder. None on ranks but the first, and where a
         store has no lock."""
-        on_first(mesh, self._take_lock)
+        on_first(mesh, lambda: self._take_lock(above))
         self._thread = JobThread(mesh) if background else None
 
     @property
@@ -120,7 +123,7 @@ class Saver:
         """Finish a save under way, then take the memory: the first save is as fast as others."""
         self.finish()
         if self._thread is not None:
-            self._arena.fit(self._planned(tensors, volatile).parts, self._pool_bytes, self._pin)
+            self._arena.fit(self._plans.plan(tensors, volatile).parts, self._pool_bytes, self._pin)
 
     def save(
         self,
@@ -171,7 +174,7 @@ class Saver:
             for handle in pending:
                 handle.wait()
             check_state(step, state, rank_state)
-            plan = self._planned(tensors, volatile)
+            plan = self._plans.plan(tensors, volatile)
             self._begin(self._thread, step, plan, state, config_text, rank_state)
         except Exception as error:
             decline(self._thread.notes, self._count, self.mesh.rank, error)
@@ -217,34 +220,25 @@ class Saver:
             self.close()
             return
         job = self._job  # the other ranks may be gone: a save under way gets a little time
-        if job is not None and not job.done.wait(_PATIENCE):
+        if job is not None and not job.done.wait(PATIENCE_WITH_RANKS):
             job.cancelled.set()
         self._leave()
 
     def _leave(self) -> None:
         self._closed = True
-        self._arena, self._plan = HostBuffer(), None  # a cancelled save has what it needs of them
+        self._arena = HostBuffer()  # a cancelled save has what it needs of it
+        self._plans.forget()
         # The memory is free when this returns, but for a save whose other ranks may be gone.
         if self._thread is not None:
             self._thread.end(wait=self._job is None or self._job.done.is_set())
         if self._lock is not None:
             self._lock.release()
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, above: int) -> None:
         if isinstance(self.store, LocalStore):
             with self.mesh.pulse.busy("taking the run folder"):
-                self._lock = FolderLock(self.store.path)
+                self._lock = FolderLock(self.store.path, above)
             self.generation = self.generation or self._lock.generation
-
-    def _planned(self, tensors: Tensors, volatile: Collection[str]) -> WritePlan:
-        """The plan for these tensors: made again only when one of them moved."""
-        volatile = {*volatile, *getattr(tensors, "volatile", ())}
-        places = [sorted(volatile), *places_of(tensors, self.mesh.view)]
-        if self._plan is None or self._plan[0] != places:
-            options = {"pool_bytes": self._pool_bytes, "threads": self._threads}
-            plan = plan_share(tensors, self.mesh, self._file_bytes, volatile, **options)
-            self._plan = places, plan
-        return self._plan[1]
 
     def _begin(
         self,

@@ -15,6 +15,7 @@ from pathlib import Path
 from kenotron_ckpt.checksums import file_faults, pieces_by_file
 from kenotron_ckpt.committing import INTENT, commit, files_in
 from kenotron_ckpt.folder import MANIFEST, defect
+from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, seal_of
 from kenotron_ckpt.remote import FsspecStore, RemoteError
 from kenotron_ckpt.store import LocalStore
@@ -45,6 +46,7 @@ class Sending:
         threads: int,
         moved: Callable[[], None] = lambda: None,
         stopped: Callable[[], bool] = lambda: False,
+        generation: Generation | None = None,
     ) -> None:
         """Prepare the upload; nothing is sent yet.
 
@@ -56,10 +58,13 @@ class Sending:
             threads: files that are sent at a time.
             moved: called whenever something has arrived.
             stopped: called before each file; True ends the upload.
+            generation: start that uploads; one that was superseded changes nothing and commits
+                nothing.
         """
         self._remote, self._folder = remote.at(step_folder.name), step_folder
         self._latest, self._read_back, self._threads = latest, read_back, threads
         self._moved, self._stopped = moved, stopped
+        self._run, self._generation = remote, generation
         self._text = ""
         self.bytes = 0
         """Length of the checkpoint's files, set by ``run``."""
@@ -71,7 +76,7 @@ class Sending:
 
         On return the remote checkpoint is complete, its manifest is the local one, and all files
         have their lengths (and checksums, with ``read_back``). Raises RemoteError, OSError,
-        ValueError when the local checkpoint is damaged, Stopped.
+        ValueError when the local checkpoint is damaged or a later start uploads, Stopped.
         """
         for left in reversed(range(_TRIES)):
             try:
@@ -93,6 +98,7 @@ class Sending:
         return False
 
     def _send(self, manifest: Manifest) -> None:
+        self._check_start()
         there = files_in(self._remote)
         standing = self._remote.read_text(MANIFEST) if MANIFEST in there else None
         due = {name: entry.bytes for name, entry in manifest.files.items()}
@@ -175,6 +181,7 @@ class Sending:
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit, and look whether a reader would find every file of its length."""
+        self._check_start()
         try:
             commit(self._remote, manifest, latest=self._latest, text=self._text)
             fault = defect(self._remote)
@@ -183,6 +190,10 @@ class Sending:
         if fault:
             self._remote.remove(MANIFEST)
             raise _Again(f"what arrived is not whole: {fault}")
+
+    def _check_start(self) -> None:
+        if self._generation is not None:
+            self._generation.check_in(self._run)
 
     def _go_on(self) -> None:
         self._moved()

@@ -13,6 +13,8 @@ from typing import Any
 
 from kenotron_ckpt.collective_errors import on_first
 from kenotron_ckpt.folder import defect, steps_in
+from kenotron_ckpt.generation import Generation, start_in
+from kenotron_ckpt.lock import LOCK
 from kenotron_ckpt.remote import PAUSE, TRIES, FsspecStore, RemoteMissing
 from kenotron_ckpt.retention import remove_checkpoint
 from kenotron_ckpt.store import LocalStore, Location, local_path, store_at
@@ -90,11 +92,24 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._closed = self._stopped = False
         self._moved = time.monotonic()
+        self._generation: Generation | None = None
 
     def check(self) -> None:
         """Ask the store for a listing. Raises RemoteError: a wrong URL, no credentials, ..."""
         with contextlib.suppress(RemoteMissing):
             self._remote.listing()
+
+    def latest_start(self) -> int:
+        """Return the number of the latest start that uploaded here; 0: none. Raises RemoteError."""
+        return start_in(self._remote, LOCK)
+
+    def begin(self, generation: Generation) -> None:
+        """Upload as a start, which supersedes those before it: their uploads are refused.
+
+        Raises RemoteError.
+        """
+        generation.take(self._remote)
+        self._generation = generation
 
     def submit(self, step_folder: Location, *, latest: bool = True) -> None:
         """Have a checkpoint uploaded; returns at once. Those submitted before it come first.
@@ -196,6 +211,7 @@ class Uploader:
             threads=self._threads,
             moved=self._note,
             stopped=lambda: self._stopped,
+            generation=self._generation,
         )
         try:
             sending.run()

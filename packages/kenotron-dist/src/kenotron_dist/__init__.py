@@ -1,6 +1,7 @@
 """Meshes, collectives, placements and random streams: who talks to whom."""
 
 from kenotron_dist.axis import Axis
+from kenotron_dist.background_mesh import background_mesh
 from kenotron_dist.boxes import Box, GradientSum, gradient_sums, local_boxes, local_shape
 from kenotron_dist.collectives import (
     all_gather,
@@ -62,6 +63,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "background_mesh",
     "barrier",
     "broadcast",
     "broadcast_object",

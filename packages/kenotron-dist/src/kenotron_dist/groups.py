@@ -50,8 +50,12 @@ class Groups:
         place = (self._backend, self._device) if touched else None
         batch = self.batch_threads
         made = make_group(ranks, self._pulse, self._timeout, place, batch_threads=batch)
-        self._made.append(made)
+        self.adopt(made)
         return made
+
+    def adopt(self, group: dist.ProcessGroup) -> None:
+        """Destroy a group with those that were made here."""
+        self._made.append(group)
 
     def close(self) -> None:
         """Destroy what was made here; with the fake backend also the world."""
@@ -71,6 +75,7 @@ def make_group(
     touched: tuple[str, torch.device] | None = None,
     *,
     batch_threads: bool = False,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """Make a process group. Collective over its ranks.
 
@@ -80,6 +85,7 @@ def make_group(
         timeout: that of the group's operations; None: the default group's.
         touched: backend and device, to make the communicator at once, too (``touch``).
         batch_threads: make gloo's threads batch threads afterwards (``let_gloo_threads_wait``).
+        backend: of the group; None: the default group's.
 
     Raises:
         RuntimeError: the backend gave up; names operation and line.
@@ -87,7 +93,8 @@ def make_group(
     made: list[dist.ProcessGroup] = []
 
     def make() -> None:
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        options = {"timeout": timeout, "backend": backend, "use_local_synchronization": True}
+        group = dist.new_group(list(ranks), **options)
         assert isinstance(group, dist.ProcessGroup)  # this rank is among them
         if touched is not None:
             touch(group, *touched)
