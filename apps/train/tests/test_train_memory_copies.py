@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_train_elastic import STEPS, check, config_of, curve, recoveries, trained, undisturbed
 
-from kenotron_ckpt import latest_step
+from kenotron_ckpt import latest_step, saver
 from kenotron_dist import Mesh, MeshConfig, RankError
 from kenotron_train.library import train
 from kenotron_train.run import memory_copies, memory_folder
@@ -178,6 +178,17 @@ def test_copies_that_cannot_be_removed_end_no_run(
     check(curve(tmp_path), undisturbed())
     said = f"steps that are undone are still there: {copy}: busy; a start that comes before"
     assert said in "".join(capfd.readouterr())
+
+
+def test_a_warning_says_what_failed_after_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr(saver, "prune", busy)
+    run(Mesh(MeshConfig(), 0, torch.device("cpu")), config_of(tmp_path, **in_memory(tmp_path))(1))
+    assert re.search(r"the copy in \S+/2 stands, but .*busy", "".join(capfd.readouterr()))
 
 
 def test_copies_of_a_start_that_was_superseded_are_not_taken(

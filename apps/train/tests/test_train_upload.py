@@ -185,6 +185,10 @@ def test_what_is_newer_here_is_resumed_from_here(tmp_path, capfd):
     said = capfd.readouterr().out
     assert f"Resumed after step 4 from {folder}/4; nothing is left to do" in said
     assert f"Uploaded checkpoint {store}/4 in " in said
+    shutil.rmtree(tmp_path / "store/4")
+    resume = {"checkpoints__resume_checkpoint_path": folder / "4"}
+    train_here(settings(tmp_path, store, keep, **resume))
+    assert f"Uploaded checkpoint {store}/4 in " in capfd.readouterr().out
 
 
 def test_a_later_start_counts_before_more_steps_of_an_older_one(tmp_path, capfd, monkeypatch):

@@ -57,9 +57,10 @@ def work(mesh: Mesh, base: Path) -> dict[str, object]:
     copies, found = copies_of(mesh, base / "hosts"), {}
     saver, gate = HostSaver(copies, background=True), Gate()
     # While copies are held back training communicates and changes what was saved.
-    saved = model(mesh)
-    saver.save(1, saved, {})
+    saved, state = model(mesh), {"data": [1]}
+    saver.save(1, saved, state)
     saver.wait()
+    state["data"].append(2)
     for tensor, _ in saved.values():
         tensor.zero_()
     found["sum"] = all_reduce(torch.ones(50_000), mesh.world)[-1].item()
@@ -69,6 +70,7 @@ def work(mesh: Mesh, base: Path) -> dict[str, object]:
     saver.finish()
     (report,) = saver.reports()
     found["whole"], found["failure"] = same(read(copies), mesh, 1), report.failure
+    found["state"] = copies.read(lambda copy: copy.manifest.state)
     # Of one rank only: values that are no JSON.
     saver.save(2, model(mesh), {"bad": {1}} if mesh.rank else {})
     saver.save(3, model(mesh), {})
@@ -120,7 +122,7 @@ def superseded(mesh: Mesh, base: Path) -> dict[str, object]:
 def test_training_waits_for_the_snapshot_alone(tmp_path: Path) -> None:
     for rank, found in enumerate(on_ranks(work, tmp_path, dp=3)):
         assert found["sum"] == 3 and not found["committed early"] and not found["early reports"]
-        assert found["whole"] and not found["failure"]
+        assert found["whole"] and not found["failure"] and found["state"] == {"data": [1]}
         assert "rank 1, 2: state is not made of JSON values" in found["bad"]
         assert found["good"] == ("", True)
         assert all(f"rank {each}: {tmp_path}" in found["busy"] for each in (1, 2))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_cases import ADAMW, LLAMA, batches_of, plan, training_of
+from engine_cases import ADAMW, EXPERTS, LLAMA, batches_of, plan, training_of
 from torch import nn
 
 from kenotron_dist import Mesh, MeshConfig
@@ -23,7 +23,7 @@ from kenotron_engine import (
     training_step,
     way_of,
 )
-from kenotron_engine.sequence import check_cut
+from kenotron_engine.sequence import check_cut, share_of
 from kenotron_engine.training import _check_graphed
 from kenotron_models import DecoderSpec
 from kenotron_models.layers import AttentionSpec
@@ -55,6 +55,19 @@ def test_each_token_with_its_label_is_on_one_rank() -> None:
     ]
     assert len(seen) == len(set(seen)) == targets
     assert all(labels[row][place] == label for row, place, label in seen)
+
+
+def padded(mesh: Mesh) -> list[int]:
+    """Places of this rank's tokens that no expert sees."""
+    (batch,) = batches_of(mesh, 1)
+    (context, *_) = share_of(CPMode(), EXPERTS.decoder, mesh, batch).contexts
+    assert context.cut is not None and context.padding_BS is not None
+    return context.cut.places_S[context.padding_BS[0]].tolist()
+
+
+def test_what_pads_rows_is_padding_for_experts() -> None:
+    places = [place for rank in on_ranks(padded, cp=4) for place in rank]
+    assert sorted(places) == [12, 13, 14, 15]
 
 
 def activations(mesh: Mesh) -> dict[str, float]:
