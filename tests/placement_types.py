@@ -183,7 +183,7 @@ def _finish_combine(*, started: Tensor, weights_TK: Tensor, x: Any, flight: Any)
     return rules.einsum("r,tk->tk", started, weights_TK)
 
 
-def _stacked(*, x: Tensor, weight: Tensor, counts: Tensor, layer: Any) -> Any:
+def _stacked(*, x: Tensor, weight: Tensor, counts: Tensor) -> Any:
     rules.ignore(counts)
     return rules.einsum("ri,eoi->ro", x, weight)
 

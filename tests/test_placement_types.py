@@ -98,10 +98,16 @@ def own_gradient(dy: Any, weight: Any, how: Any, n: int) -> Any:
 TWICE = lambda x, axis: reduce_from(reduce_from(x, axis), axis)  # noqa: E731
 FAULTS: dict[str, tuple[str, str, Callable[[], Patch], bool]] = {
     "norm: no sum over tokens": ("all", "sequence", without("norm:RMSNorm", "weight"), True),
-    "learned places: no sum": ("places", "sequence", without("embedding:Embedding", "positions"), True),
+    "learned places: no sum": (
+        "places", "sequence", without("embedding:Embedding", "positions"), True,
+    ),
     "router: no sum": ("experts", "sequence", without("router:Router", "weight"), True),
-    "gate of shared experts: no sum": ("experts", "sequence", without("shared_gate:SharedGate", "weight"), True),
-    "latent: no sum": ("latent", "sequence", without("latent_attention:WholeLinear", "weight"), True),
+    "gate of shared experts: no sum": (
+        "experts", "sequence", without("shared_gate:SharedGate", "weight"), True,
+    ),
+    "latent: no sum": (
+        "latent", "sequence", without("latent_attention:WholeLinear", "weight"), True,
+    ),
     "embedding: not added": ("all", "plain", instead("tp.embedding.reduce_from", alone), True),
     "embedding: added twice": ("all", "plain", instead("tp.embedding.reduce_from", TWICE), True),
     "embedding: cut, not added": (

@@ -39,9 +39,9 @@ class AdaptedStack(nn.Module):
 
     lora: nn.ModuleDict
 
-    def forward(self, x: Tensor, counts: Tensor, part: int = 0) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, **of_part: int) -> Tensor:
         """Return the rows' products (R, O), and what the adapters add."""
-        y: Tensor = super().forward(x, counts, part)
+        y: Tensor = super().forward(x, counts, **of_part)
         for adapter in self.lora.children():
             assert isinstance(adapter, StackAdapter)
             a, b = adapter.factors()
@@ -96,14 +96,14 @@ def attach_stack(module: nn.Module, name: str, spec: AdapterSpec, part: TensorPa
     if not isinstance(module, AdaptedStack | AdaptedExperts):
         kind = AdaptedStack if isinstance(module, StackedLinear) else AdaptedExperts
         module.__class__ = type(f"Adapted{own.__name__}", (kind, own), {})
-        module.lora = nn.ModuleDict()
+        module.register_module("lora", nn.ModuleDict())
         vars(module)["sums"] = {}
     if isinstance(module, AdaptedExperts):
         setattr(type(module), name, _read(name))
-    module.lora[key] = StackAdapter(a, b, experts, spec.scale)
+    module.get_submodule("lora").add_module(key, StackAdapter(a, b, experts, spec.scale))
 
 
-def _read(name: str) -> property:
+def _read(name: str) -> Any:
     """Return a property that reads a stack, with its adapter while a forward runs."""
 
     def value(module: Any) -> Tensor | None:

@@ -154,7 +154,8 @@ class Experts(Part):
         cut = self.tp.size > 1 and not self.sequence_parallel
         own = [split_tokens(x, self.tp) for x in xs] if cut else xs
         # Every chunk is routed before the room of experts is shared out.
-        choices = [each._choose(*of) for each, *of in zip(copies, own, contexts, strict=True)]
+        parts = zip(copies, own, contexts, strict=True)
+        choices = [copy._choose(x, part) for copy, x, part in parts]
         kept, found = self._decide(choices, context).chunk(len(xs)), []
         for number, (copy, x, part) in enumerate(zip(copies, xs, contexts, strict=True)):
             of_all: list[Tensor] = []

@@ -167,9 +167,9 @@ class SampleGradients(GradAccumulator):
 
     def _leaves(self, path: str) -> SampleLeaves:
         """Return the leaves of the step that a parameter has."""
-        sizes = {name: self.mesh.sizes[name] for name in ("dp", "cp", "tp")}
+        dp, cp, tp = (self.mesh.sizes[name] for name in ("dp", "cp", "tp"))
         leaves = SampleLeaves(
-            self._backwards or 0, **sizes, chunks=self._chunks, shards=self._shards
+            self._backwards or 0, dp=dp, cp=cp, tp=tp, chunks=self._chunks, shards=self._shards
         )
         return leaves.of_experts if self._of_experts(path) else leaves
 
