@@ -8,6 +8,7 @@ from cp_cases import WAYS, Case, cases, on_this_rank
 from cp_dense import normal, whole
 
 from kenotron_cp import PLAIN, Layout, Visibility, attend, cut_sequence, join_sequence
+from kenotron_cp.ulysses import sum_of_copies
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
 
@@ -164,3 +165,8 @@ def test_half_precision_gradients_are_added_in_fp32():
     q, k, v = (x.grad for x in leaves)
     assert (q[:, 4:8] == 2**-9).all()  # sees two blocks
     assert (k[:, 56:60] == 2**-9).all() and (v[:, 56:60] == 2**-9).all()  # two see it
+
+
+def test_copies_of_a_key_head_are_added_in_fp32():
+    parts = [torch.tensor(x, dtype=torch.bfloat16) for x in (1, 2**-8, 2**-8, 2**-8)]
+    assert sum_of_copies(parts) == 1 + 2**-6  # rounded once; 1 + 2**-7 where each sum is
