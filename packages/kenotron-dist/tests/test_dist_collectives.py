@@ -20,7 +20,7 @@ from kenotron_dist import (
     send,
     shift,
 )
-from kenotron_dist.collectives import tree_sum
+from kenotron_dist.sum_tree import tree_sum
 from kenotron_dist.testing import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]

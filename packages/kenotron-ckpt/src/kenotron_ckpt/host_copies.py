@@ -19,7 +19,7 @@ from kenotron_ckpt.host_copy import Fetch, HostCopy
 from kenotron_ckpt.hosts import Hosts
 from kenotron_ckpt.index import Manifest, seal_of
 from kenotron_ckpt.loading import NoCheckpoint
-from kenotron_ckpt.retention import remove_checkpoint
+from kenotron_ckpt.retention import remove_each
 from kenotron_ckpt.store import LocalStore
 from kenotron_dist import Mesh, barrier, broadcast_object
 
@@ -102,15 +102,10 @@ class HostCopies:
         mesh = mesh or self.mesh
 
         def remove() -> str:
-            faults = []
-            for step in steps:
-                try:
-                    remove_checkpoint(LocalStore(self.folder / str(step)))
-                except OSError as error:
-                    faults.append(str(error))
+            fault = remove_each(LocalStore(self.folder / str(step)) for step in steps)
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            return "; ".join(faults)
+            return fault
 
         barrier(mesh.world)
         found = on_each(mesh, lambda: remove() if self.leads else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kenotron_ckpt.committing import files_in, sweep
 from kenotron_ckpt.folder import (
@@ -83,14 +83,20 @@ def remove_steps(folder: Location) -> None:
 
     Raises OSError where some cannot be removed, once the others are gone.
     """
-    run, faults = store_at(folder), list[str]()
-    for step in steps_in(run):
+    run = store_at(folder)
+    if fault := remove_each(run.at(str(step)) for step in steps_in(run)):
+        raise OSError(fault)
+
+
+def remove_each(step_folders: Iterable[Store]) -> str:
+    """Remove checkpoints. Returns why some could not be removed; empty: all were."""
+    faults = []
+    for each in step_folders:
         try:
-            remove_checkpoint(run.at(str(step)))
+            remove_checkpoint(each)
         except OSError as error:
             faults.append(str(error))
-    if faults:
-        raise OSError("; ".join(faults))
+    return "; ".join(faults)
 
 
 def remove_checkpoint(step_folder: Store) -> None:

@@ -55,6 +55,10 @@ class Layout:
             if value is not None and value < 1:
                 raise ValueError(f"Layout: {name} is {value}, it must be at least 1")
 
+    def per_rank(self, ranks: int) -> int:
+        """Return how many chunks each of so many ranks holds."""
+        return 2 if ranks > 1 and self.order == "zigzag" else 1
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -91,7 +95,7 @@ class Cut:
     @property
     def per_rank(self) -> int:
         """Chunks that a rank holds."""
-        return 2 if self.ranks > 1 and self.layout.order == "zigzag" else 1
+        return self.layout.per_rank(self.ranks)
 
     @property
     def strip_length(self) -> int:

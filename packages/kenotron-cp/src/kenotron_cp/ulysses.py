@@ -14,7 +14,7 @@ from torch import Tensor
 from kenotron_cp.kernels import accumulated
 from kenotron_cp.layout import Cut
 from kenotron_cp.sequence_cut import by_rank, in_order
-from kenotron_dist import Axis
+from kenotron_dist import Axis, wide_tree_sum
 from kenotron_dist.autograd import all_to_all
 
 
@@ -36,11 +36,7 @@ class _Repeat(torch.autograd.Function):
 
 def sum_of_copies(parts: Sequence[Tensor]) -> Tensor:
     """Sum tensors of one shape and dtype in a binary tree, in fp32 at least; rounded once."""
-    dtype = parts[0].dtype
-    rows = [part.to(accumulated(dtype)) for part in parts]
-    while len(rows) > 1:
-        rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
-    return rows[0].to(dtype)
+    return wide_tree_sum(parts).to(parts[0].dtype)
 
 
 def check_heads(heads: int, kv_heads: int, axis: Axis) -> None:

@@ -10,7 +10,6 @@ from kenotron_dist.collectives import (
     barrier,
     broadcast,
     reduce_scatter,
-    tree_sum,
 )
 from kenotron_dist.cores import usable_cores
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
@@ -36,6 +35,7 @@ from kenotron_dist.signed_store import MessageRefused
 from kenotron_dist.spawn import spawn
 from kenotron_dist.start import explained, first_cause, first_to_say, start
 from kenotron_dist.store_messages import StoreMessages
+from kenotron_dist.sum_tree import tree_sum, wide_tree_sum
 from kenotron_dist.torchrun_arguments import torchrun_arguments
 
 __all__ = [
@@ -101,6 +101,7 @@ __all__ = [
     "tell_launcher",
     "torchrun_arguments",
     "tree_sum",
+    "wide_tree_sum",
     "usable_cores",
     "views_of",
     "visible_gpus",

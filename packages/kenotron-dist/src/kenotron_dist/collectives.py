@@ -24,6 +24,7 @@ from kenotron_dist.handle import (
     start_exchange,
 )
 from kenotron_dist.point_to_point import check_peer
+from kenotron_dist.sum_tree import tree_sum
 from kenotron_dist.torch_names import all_gather_single, reduce_scatter_single
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -227,37 +228,6 @@ def barrier(axis: Axis) -> None:
     if axis.size > 1:
         all_reduce(torch.zeros(1, device=axis.control_device), axis)
         settle(axis)
-
-
-def tree_sum(
-    rows: Tensor | Sequence[Tensor], out: Tensor | None = None, keep: int | None = None
-) -> Tensor:
-    """Sum of n tensors (``rows`` (n, ...), or a list) in a fixed binary tree.
-
-    ``((r0 + r1) + (r2 + r3)) + r4``: neighbours first, an odd last one is carried. Half precision
-    is added in fp32 and rounded once. All but the tensor number ``keep`` may be overwritten; the
-    result is written to ``out`` where it is given.
-    """
-    parts, kept = list(rows), None if keep is None else rows[keep]
-    if out is not None and len(parts) == 2:
-        return torch.add(parts[0], parts[1], out=out)
-    dtype = parts[0].dtype
-    wide = len(parts) > 2 and dtype in (torch.bfloat16, torch.float16)  # two are rounded once
-    while len(parts) > 1:
-        if len(parts) == 2 and isinstance(rows, Tensor):  # new: does not keep all rows alive
-            parts = [parts[0] + parts[1]]
-            break
-        pairs = [_add(parts[i], parts[i + 1], kept, wide) for i in range(0, len(parts) - 1, 2)]
-        parts, wide = pairs + parts[2 * len(pairs) :], False
-    whole = parts[0].to(dtype)
-    return whole if out is None else out.copy_(whole)
-
-
-def _add(a: Tensor, b: Tensor, kept: Tensor | None, wide: bool) -> Tensor:
-    """a + b, in whichever may be overwritten; ``wide``: in fp32."""
-    if wide:
-        return a.float().add_(b)
-    return b.add_(a) if a is kept else a.add_(b)
 
 
 def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -113,7 +113,7 @@ def share_of(
     way = way_of(mode, spec, mesh.sizes, shards)
     layout, ranks = mode.layout, _virtual_axes(axis, virtual)
     if virtual > 1:  # the fewest strips that as many ranks can share: few and large products
-        layout = replace(layout, strips=virtual * mode.cut(virtual, virtual).per_rank)
+        layout = replace(layout, strips=virtual * layout.per_rank(virtual))
     cut = partial(_cut_over, ranks=ranks, layout=layout)
     own = [_cut(each, ranks, layout) for each in micros]
     contexts = [

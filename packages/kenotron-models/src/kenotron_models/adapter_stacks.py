@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kenotron_dist import declare_roles
 from kenotron_dist.placement import Chunk, Partial, Placement, Placements, Shard
 from kenotron_models.adapter_spec import AdapterSpec
-from kenotron_models.adapter_targets import is_transposed, key_of
+from kenotron_models.adapter_targets import is_transposed, key_of, stack_shape
 from kenotron_models.hf_tensors import TensorPart
 from kenotron_models.stacked_linear import StackedLinear, stacked_linear
 
@@ -84,8 +84,7 @@ def attach_stack(module: nn.Module, name: str, spec: AdapterSpec, part: TensorPa
         part: the stack in transformers, (E, O, I).
     """
     weight = module.get_parameter(name)
-    experts, *shape = weight.shape
-    rows, width = shape[::-1] if is_transposed(module) else shape
+    experts, rows, width = stack_shape(module, weight)
     given = {"bias": False, "device": "meta", "dtype": weight.dtype}
     a = nn.Linear(width, spec.rank * experts, **given)
     b = nn.Linear(spec.rank * experts, rows, **given)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.hf import hf_tensors
@@ -121,9 +121,14 @@ def _stacks(name: str, module: nn.Module) -> Iterator[tuple[str, tuple[int, int,
     if isinstance(module, StackedLinear) or name.rpartition(".")[2] == "experts":
         for each, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3:
-                experts, *shape = parameter.shape
-                rows, width = shape[::-1] if is_transposed(module) else shape
-                yield f"{name}.{each}", (experts, rows, width)
+                yield f"{name}.{each}", stack_shape(module, parameter)
+
+
+def stack_shape(module: nn.Module, stack: Tensor) -> tuple[int, int, int]:
+    """Return (E, O, I) of a stack of a module, however it is stored."""
+    experts, *shape = stack.shape
+    rows, width = shape[::-1] if is_transposed(module) else shape
+    return experts, rows, width
 
 
 def _stack_name(path: str, known: Mapping[str, Whole]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, all_gather, all_reduce, tree_sum
+from kenotron_dist import Axis, all_gather, all_reduce, tree_sum, wide_tree_sum
 
 
 class OwnChunk(NamedTuple):
@@ -65,13 +65,10 @@ def sum_of_shards(parts: Sequence[Tensor], axis: Axis) -> Tensor:
 
     Sums over gloo are such a tree. NCCL adds in an order of its own: there each rank gathers.
     """
-    dtype = parts[0].dtype
-    rows = [part.to(torch.promote_types(dtype, torch.float32)) for part in parts]
-    while len(rows) > 1:  # as ``tree_sum``, which would overwrite what autograd still reads
-        rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    dtype, own = parts[0].dtype, wide_tree_sum(parts)  # autograd still reads the parts
     if axis.backend == "gloo" or axis.size == 1:
-        return all_reduce(rows[0], axis).to(dtype)
-    return tree_sum(all_gather(rows[0][None], axis)).to(dtype)
+        return all_reduce(own, axis).to(dtype)
+    return tree_sum(all_gather(own[None], axis)).to(dtype)
 
 
 class _Cut(torch.autograd.Function):
