@@ -77,6 +77,11 @@ def alone(x: torch.Tensor, axis: Axis, *_: Any) -> torch.Tensor:
     return x
 
 
+def twice(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A sum that is summed once more."""
+    return reduce_from(reduce_from(x, axis), axis)
+
+
 def bias_of_each_rank() -> Patch:
     """A row product whose bias each rank adds once more."""
     row_product = resolve_name("kenotron_tp.matmul:_RowProduct")
@@ -95,7 +100,6 @@ def own_gradient(dy: Any, weight: Any, how: Any, n: int) -> Any:
     return mock.Mock(wait=lambda: dx)
 
 
-TWICE = lambda x, axis: reduce_from(reduce_from(x, axis), axis)  # noqa: E731
 FAULTS: dict[str, tuple[str, str, Callable[[], Patch], bool]] = {
     "norm: no sum over tokens": ("all", "sequence", without("norm:RMSNorm", "weight"), True),
     "learned places: no sum": (
@@ -109,7 +113,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], Patch], bool]] = {
         "latent", "sequence", without("latent_attention:WholeLinear", "weight"), True,
     ),
     "embedding: not added": ("all", "plain", instead("tp.embedding.reduce_from", alone), True),
-    "embedding: added twice": ("all", "plain", instead("tp.embedding.reduce_from", TWICE), True),
+    "embedding: added twice": ("all", "plain", instead("tp.embedding.reduce_from", twice), True),
     "embedding: cut, not added": (
         "all", "sequence",
         instead("tp.embedding.reduce_scatter_to", lambda x, axis: scatter_to(x, axis, 0)), True,

@@ -6,7 +6,7 @@ Shapes: E experts, I input and O output features, r rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import SafetensorsFolder
-from kenotron_models import linear_parts, rank_and_scale, transformers_tensors
+from kenotron_models import (
+    linear_parts,
+    peft_module,
+    rank_and_scale,
+    stack_factors,
+    transformers_tensors,
+)
 from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import TensorPart
 
@@ -47,8 +53,7 @@ class StackPlan(NamedTuple):
             slice(first, first + size)
             for first, size in zip(self.part.start, self.part.block, strict=True)
         )
-        ours = a.float().unflatten(0, (self.experts, -1))[experts]
-        theirs = b.float().unflatten(1, (-1, self.experts)).permute(2, 0, 1)[experts]
+        ours, theirs = (x[experts] for x in stack_factors(a.float(), b.float(), self.experts))
         added = torch.bmm(theirs, ours)
         added = (added.mT if self.turned else added)[:, box[0], box[1]].reshape(weight.shape)
         return (weight.float() + self.scale * added).to(weight.dtype)
@@ -86,8 +91,8 @@ def stack_plans(
     targets = keys.get("target_parameters") or ()
     meant = [p for p in stacks if any(f".{p.name}".endswith(f".{each}") for each in targets)]
     left = set(modules)
-    for part, module in _modules(meant):
-        path = stacks[part]
+    for part in meant:
+        path, module = stacks[part], peft_module(part, meant)
         rank, scale = rank_and_scale(keys, part.name)
         experts, rows, width = part.shape
         due = {"A": (rank * experts, width), "B": (rows, rank * experts)}
@@ -105,11 +110,3 @@ def stack_plans(
             "another model"
         )
     return plans
-
-
-def _modules(stacks: list[TensorPart]) -> Iterator[tuple[TensorPart, str]]:
-    """Yield stacks, and their modules of peft: around those before them of the same experts."""
-    for i, part in enumerate(stacks):
-        module = part.name.rpartition(".")[0]
-        later = sum(each.name.rpartition(".")[0] == module for each in stacks[i + 1 :])
-        yield part, PREFIX + ".".join([module, *["base_layer"] * later])

@@ -9,13 +9,11 @@ its slowest rank, and the table shows medians over the rounds, their ratio, and 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from importlib import resources
-from pathlib import Path
 
-from bench_step import ours, race, slowest, surroundings
+from bench_step import flags, ours, race, slowest, surroundings
 
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
@@ -87,13 +85,7 @@ def measure(
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print the layouts that flags name."""
-    parser = argparse.ArgumentParser(description="Cost of general.reproducible, by layout.")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--set", action="append", default=[], help="key=value of the config")
-    names = {"action": "append", "default": [], "choices": LAYOUTS}
-    parser.add_argument("--only", help="a layout; may be given several times", **names)
-    options = parser.parse_args(words)
+    options = flags("Cost of general.reproducible, by layout.", 5, LAYOUTS).parse_args(words)
     ranks = spawn(measure, options.rounds, tuple(options.set), tuple(options.only), dp=2)
     medians = slowest(ranks)
     print(f"{'layout':<16} {'usual ms':>9} {'reproducible ms':>16} {'ratio':>6} {'at most':>8}")

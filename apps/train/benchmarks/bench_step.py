@@ -18,7 +18,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -162,15 +162,20 @@ def surroundings() -> dict[str, Any]:
     return {"system": platform.platform(), "cores": os.cpu_count(), **versions}
 
 
+def flags(description: str, rounds: int, layouts: Iterable[str]) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark of layouts, which has so many rounds by default."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--set", action="append", default=[], help="key=value of the config")
+    names = {"action": "append", "default": [], "choices": [*layouts]}
+    parser.add_argument("--only", help="a layout; may be given several times", **names)
+    return parser
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print the contestants that flags name."""
-    parser = argparse.ArgumentParser(description="Tokens per second of one training step.")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--set", action="append", default=[], help="key=value of the config")
-    names = {"action": "append", "default": [], "choices": PAIRS}
-    parser.add_argument("--only", help="a layout; may be given several times", **names)
-    options = parser.parse_args(words)
+    options = flags("Tokens per second of one training step.", 20, PAIRS).parse_args(words)
     more = tuple(options.set)
     ranks = spawn(measure, options.rounds, more, tuple(options.only), dp=2)
     medians = slowest(ranks)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+import runs
 import torch
-from foreign_models import configure, run
+from foreign_models import alone, configure, run
+from safetensors.torch import load_file
 
 from kenotron_convert.importing import model_config
 
@@ -52,6 +56,32 @@ def set_up(folder: Path, place: Path, changes: dict, *, native: bool, **adapter:
     if native:
         more["model.model_config"] = json.dumps(model_config(folder))
     return configure(folder, place, FIVE | more | changes)
+
+
+def trained_as_peft(config: object, folder: Path, first: Path, place: Path) -> tuple[list, Any]:
+    """Train in ``place``/run; peft has the same losses. Writes the adapter to ``place``/ours.
+
+    Returns peft's losses and its trained model.
+    """
+    found = run(config)
+    due, theirs = alone(folder, [rate for _, _, rate in found], config, first)
+    assert [loss for loss, _, _ in found] == pytest.approx(due, rel=1e-6)
+    assert abs(due[-1] - due[0]) > 1e-3
+    command = "adapter-to-peft", "--ckpt", "run", "--out", "ours"
+    done = runs.program("apps/convert", place, *command)
+    assert done.returncode == 0, done.stderr
+    return due, theirs
+
+
+def same_tensors(place: Path, theirs: Any, **tolerances: float) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``place``/ours; those that peft's model saves are the same."""
+    theirs.save_pretrained(place / "theirs")
+    name = "adapter_model.safetensors"
+    ours, expected = load_file(place / "ours" / name), load_file(place / "theirs" / name)
+    assert {*ours} == {*expected}
+    for key, value in expected.items():
+        torch.testing.assert_close(ours[key], value, **tolerances)
+    return ours
 
 
 def losses(config: object) -> list[float]:

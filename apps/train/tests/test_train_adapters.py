@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import runs
 import torch
-from adapter_runs import losses, peft_folder, set_up
-from foreign_models import alone, configure, folder_of, run
+from adapter_runs import losses, peft_folder, same_tensors, set_up, trained_as_peft
+from foreign_models import configure, folder_of, run
 from safetensors.torch import load_file, save_file
 
 from kenotron_ckpt import read_manifest
@@ -46,20 +46,8 @@ def test_training_is_that_of_peft_and_each_reads_the_others_files(kind, native, 
     folder = folder_of("llama", tmp_path / "model")
     first = peft_folder(folder, tmp_path / "first", kind)
     config = set_up(folder, tmp_path / "run", {}, native=native, kind=kind, path=str(first))
-    found = run(config)
-    due, theirs = alone(folder, [rate for _, _, rate in found], config, first)
-    assert [loss for loss, _, _ in found] == pytest.approx(due, rel=1e-6)
-    assert abs(due[-1] - due[0]) > 1e-3
-    done = runs.program(
-        "apps/convert", tmp_path, "adapter-to-peft", "--ckpt", "run", "--out", "ours"
-    )
-    assert done.returncode == 0, done.stderr
-    theirs.save_pretrained(tmp_path / "theirs")
-    name = "adapter_model.safetensors"
-    ours, expected = load_file(tmp_path / "ours" / name), load_file(tmp_path / "theirs" / name)
-    assert {*ours} == {*expected}
-    for key, value in expected.items():
-        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=2e-6)
+    _, theirs = trained_as_peft(config, folder, first, tmp_path)
+    same_tensors(tmp_path, theirs, rtol=1e-4, atol=2e-6)
     _compare_folders(tmp_path, folder)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import runs
 import torch
-from adapter_runs import losses, peft_folder, set_up
-from foreign_models import alone, folder_of, run
+from adapter_runs import losses, peft_folder, same_tensors, set_up, trained_as_peft
+from foreign_models import folder_of
 from peft import get_peft_model_state_dict
-from safetensors.torch import load_file
 
 from kenotron_config import ConfigError
 
@@ -42,19 +40,8 @@ def test_experts_train_as_those_of_peft_and_each_reads_the_others_files(family, 
     folder = folder_of(family, tmp_path / "model", router_aux_loss_coef=0.0)
     first, targets = adapter(family, folder, tmp_path / "first")
     config = set_up(folder, tmp_path / "run", {}, native=native, path=str(first), targets=targets)
-    found = run(config)
-    due, theirs = alone(folder, [rate for _, _, rate in found], config, first)
-    assert [loss for loss, _, _ in found] == pytest.approx(due, rel=1e-6)
-    assert abs(due[-1] - due[0]) > 1e-3
-    command = "adapter-to-peft", "--ckpt", "run", "--out", "ours"
-    done = runs.program("apps/convert", tmp_path, *command)
-    assert done.returncode == 0, done.stderr
-    theirs.save_pretrained(tmp_path / "theirs")
-    name = "adapter_model.safetensors"
-    ours, expected = load_file(tmp_path / "ours" / name), load_file(tmp_path / "theirs" / name)
-    assert {*ours} == {*expected}
-    for key, value in expected.items():
-        torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=5e-5)
+    _, theirs = trained_as_peft(config, folder, first, tmp_path)
+    ours = same_tensors(tmp_path, theirs, rtol=1e-3, atol=5e-5)
     read = get_peft_model_state_dict(loaded(folder, tmp_path / "ours"))
     assert {*read} == {*ours} and all(torch.equal(read[key], ours[key]) for key in ours)
 
@@ -98,13 +85,7 @@ def test_the_layers_of_gpt2_train_as_those_of_peft(kind, tmp_path):
     first = peft_folder(folder, tmp_path / "first", kind, words, fan_in_fan_out=True)
     how = {"native": False, "kind": kind, "targets": ["all"], "path": str(first)}
     config = set_up(folder, tmp_path / "run", {}, **how)
-    found = run(config)
-    due, theirs = alone(folder, [rate for _, _, rate in found], config, first)
-    assert [loss for loss, _, _ in found] == pytest.approx(due, rel=1e-6)
-    assert abs(due[-1] - due[0]) > 1e-3
-    command = "adapter-to-peft", "--ckpt", "run", "--out", "ours"
-    done = runs.program("apps/convert", tmp_path, *command)
-    assert done.returncode == 0, done.stderr
+    due, theirs = trained_as_peft(config, folder, first, tmp_path)
     ids = torch.arange(24)[None]
     ours, trained = loaded(folder, tmp_path / "ours"), theirs.eval()
     torch.testing.assert_close(

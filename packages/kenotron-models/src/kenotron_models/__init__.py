@@ -1,7 +1,8 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
 from kenotron_models.adapter import Adapted, adapt
-from kenotron_models.adapter_spec import AdapterSpec, adapter_init, peft_problems
+from kenotron_models.adapter_spec import AdapterSpec, adapter_init, peft_module, peft_problems
+from kenotron_models.adapter_stacks import stack_factors
 from kenotron_models.adapter_targets import linear_parts, targeted
 from kenotron_models.block_in_shards import virtual_shards
 from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
@@ -113,6 +114,7 @@ __all__ = [
     "parameter_count",
     "peak_bf16_flops",
     "foreign_keys",
+    "peft_module",
     "peft_problems",
     "rank_and_scale",
     "reported_name",
@@ -143,6 +145,7 @@ __all__ = [
     "mup_scales",
     "mup_table",
     "split_chunks",
+    "stack_factors",
     "virtual_shards",
     "whole_row_part",
     "with_values",

@@ -8,7 +8,7 @@ Shapes: E experts, I input and O output features, r rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
@@ -97,7 +97,7 @@ class AdapterSpec:
         found = {}
         for weight, parts in self.weights.items():
             for part in parts:
-                ours, theirs = adapter_name(weight, part), PEFT + self._peft_module(part)
+                ours, theirs = adapter_name(weight, part), peft_module(part, self.stacks)
                 *experts, rows, width = part.shape
                 rank = self.rank * prod(experts)  # of all experts, one below the other
                 made: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -112,13 +112,19 @@ class AdapterSpec:
                     found[f"{ours}.{own}"] = Whole(shape, (piece,))
         return found
 
-    def _peft_module(self, part: TensorPart) -> str:
-        """Return the module of peft that has an adapter: around the stacks that come later."""
-        if len(part.shape) == 2:
-            return module_of(part)
-        module, _, _ = part.name.rpartition(".")
-        own = [each.name for each in self.stacks if each.name.rpartition(".")[0] == module]
-        return ".".join([module, *["base_layer"] * (len(own) - 1 - own.index(part.name))])
+
+def peft_module(part: TensorPart, stacks: Sequence[TensorPart]) -> str:
+    """Return the name of peft's module that has the adapter of a linear layer or of a stack.
+
+    ``stacks``: all that have adapters, in the order of the model. Peft wraps the experts once for
+    each of theirs: the first is inside the others.
+    """
+    if len(part.shape) == 2:
+        return PEFT + module_of(part)
+    module = part.name.rpartition(".")[0]
+    own = [each.name for each in stacks if each.name.rpartition(".")[0] == module]
+    later = len(own) - 1 - own.index(part.name)
+    return PEFT + ".".join([module, *["base_layer"] * later])
 
 
 def peft_problems(spec: AdapterSpec, values: Mapping[str, Any]) -> list[str]:

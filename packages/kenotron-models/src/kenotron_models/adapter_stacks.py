@@ -21,6 +21,17 @@ from kenotron_models.hf_tensors import TensorPart
 from kenotron_models.stacked_linear import StackedLinear, stacked_linear
 
 
+def stack_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return A (e, r, I) and B (e, O, r) of each expert, views of those of all.
+
+    Args:
+        a: (r e, I).
+        b: (O, r e).
+        experts: e.
+    """
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
 class StackAdapter(nn.Module):
     """``scale * B_e A_e`` of each expert of a stack; ``a`` and ``b`` have the weights of all."""
 
@@ -30,8 +41,8 @@ class StackAdapter(nn.Module):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A (e, r, I) and B (e, O, r) of this rank's experts."""
-        a = self.a.weight.unflatten(0, (self.experts, -1))
-        return a, self.b.weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1).contiguous()
+        a, b = stack_factors(self.a.weight, self.b.weight, self.experts)
+        return a, b.contiguous()
 
 
 class AdaptedStack(nn.Module):
