@@ -35,7 +35,7 @@ def tree_sum(
 
 
 def wide_tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum 2^k tensors (...) of one shape in the tree of ``tree_sum``; none is overwritten.
+    """Sum 2^k tensors (any shape) in the tree of ``tree_sum``; none is overwritten.
 
     The sum is in fp32, or in their dtype where that is wider, and not rounded to theirs.
     """
