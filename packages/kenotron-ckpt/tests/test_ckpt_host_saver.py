@@ -12,7 +12,7 @@ import pytest
 import torch
 from ckpt_cases import model
 
-from kenotron_ckpt import HostCopies, HostSaver, host_copies, host_saver, hosts_of
+from kenotron_ckpt import HostCopies, HostSaver, host_saver, hosts_of, retention
 from kenotron_ckpt.generation import Generation
 from kenotron_dist import STALLED, Mesh, RankError, all_reduce, barrier, leave
 from kenotron_dist.diagnosis import watch
@@ -78,7 +78,7 @@ def work(mesh: Mesh, base: Path) -> dict[str, object]:
     bad, good = saver.reports()
     found["bad"], found["good"] = bad.failure, (good.failure, same(read(copies), mesh, 3))
     # A copy that cannot be removed: named, and tried again.
-    real = host_copies.remove_checkpoint
+    real = retention.remove_checkpoint
 
     def busy(store):
         if store.name == "3":
@@ -86,10 +86,10 @@ def work(mesh: Mesh, base: Path) -> dict[str, object]:
         real(store)
 
     if mesh.rank:
-        host_copies.remove_checkpoint = busy
+        retention.remove_checkpoint = busy
     saver.save(4, model(mesh), {})
     saver.finish()
-    host_copies.remove_checkpoint = real
+    retention.remove_checkpoint = real
     (report,) = saver.reports()
     found["busy"], found["left"] = report.follow_up, sorted(p.name for p in copies.folder.iterdir())
     saver.save(5, model(mesh), {})
