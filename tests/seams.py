@@ -55,9 +55,9 @@ def config_takers(tree: ast.Module) -> list[str]:
 def area_of(name: str) -> str:
     """Area of a file, given its folder and name: what is about configs, or the road of a run."""
     folder = name.partition("/")[0]
-    return {"kenotron_config": "kenotron-config", "plan": "planner", "verify": "verify"}.get(
-        folder, "training road"
-    )
+    areas = {"kenotron_config": "kenotron-config", "kenotron_cost": "planner"}
+    areas |= {"kenotron_plan": "planner", "verify": "verify"}
+    return areas.get(folder, "training road")
 
 
 def main() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_convert.cli import main as convert
 from kenotron_dist import Mesh, spawn
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.evaluate.cli import evaluate_main, read_model
 from kenotron_train.evaluate.led_passes import LedPasses
 from kenotron_train.evaluate.text_tokens import open_text_tokens

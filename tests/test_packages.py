@@ -28,6 +28,7 @@ FIRST_FLOOR = {f"kenotron-{room}" for room in ("tp", "pp", "cp", "ep", "optim", 
 SECOND_FLOOR = {"kenotron-models", "kenotron-nanotron"}
 COMPOSED = {f"kenotron-{room}" for room in ("tp", "pp", "optim", "ckpt", "data", "models")}
 ENGINE = {*COMPOSED, "kenotron-dist", "kenotron-cp", "kenotron-ep"} - {"kenotron-ckpt"}
+COST = {*ENGINE, "kenotron-config", "kenotron-engine"} - {"kenotron-cp", "kenotron-ep"}
 THIRD_FLOOR = {"kenotron-config": COMPOSED | {"kenotron-command"}, "kenotron-engine": ENGINE}
 RUNNING = {"dist", "tp", "pp", "models", "ckpt", "data", "command"}
 RUNNING = {f"kenotron-{room}" for room in RUNNING}
@@ -39,9 +40,11 @@ FLOORS = {  # who may import whom: always something lower in the house
     "kenotron-models": {f"kenotron-{room}" for room in ("dist", "tp", "cp", "ep")},
     "kenotron-nanotron": {"kenotron-ckpt", "kenotron-command"},
     **THIRD_FLOOR,
+    "kenotron-cost": COST,
+    "kenotron-plan": RUNNING | {*THIRD_FLOOR, "kenotron-cost"},
     "kenotron-generate": RUNNING | {"kenotron-engine"},
     "kenotron-convert": RUNNING,
-    "kenotron-train": GROUND | FIRST_FLOOR | SECOND_FLOOR | {*THIRD_FLOOR},
+    "kenotron-train": GROUND | FIRST_FLOOR | SECOND_FLOOR | {*THIRD_FLOOR, "kenotron-cost"},
 }
 DISTRIBUTION = {"yaml": "pyyaml", "triton": "torch"}  # an import name: who brings it, if not itself
 README_LINES = 120

@@ -82,6 +82,8 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
     "kenotron_dist.rng": "random masks; names such as dropout need the module's",
     "kenotron_dist.separate_uses": "between layers and accumulators only",
     "kenotron_dist.statistics": "moments of cut tensors; names such as merge need the module's",
+    "kenotron_command.charts": "pictures, for programs that draw",
+    "kenotron_cost.probes": "measurements, for calibration only",
     "kenotron_dist.testing": "for tests only",
     "kenotron_dist.weight_products": "between layers and accumulators only",
     "kenotron_models.families": "configs of the families, each of which many never need",
@@ -93,7 +95,7 @@ TRAIN = "apps/train/kenotron_train"
 NOX = "environments", "lanes", "before_release", "release"
 """What ``noxfile.py`` imports: ``tests/nox_*.py``."""
 FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
-    "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "plan", "doremi",
+    "log", "data", "failures", "evaluate", "run", "replay", "report", "doremi",
     "verify", "slurm", "kubernetes", "preflight",
 )  # fmt: skip
 TAKE_A_CONFIG = {  # the doors: other files take sections of a config, or values made of it
@@ -105,11 +107,13 @@ TAKE_A_CONFIG = {  # the doors: other files take sections of a config, or values
         "kenotron_config/yaml_config.py",
     },
     "planner": {
-        "plan/knobs.py",
-        "plan/layouts.py",
-        "plan/model_folder.py",
-        "plan/run_plan.py",
-        "plan/written.py",
+        "kenotron_cost/cost_plan.py",
+        "kenotron_cost/knobs.py",
+        "kenotron_cost/layouts.py",
+        "kenotron_cost/model_folder.py",
+        "kenotron_cost/problems.py",
+        "kenotron_cost/run_plan.py",
+        "kenotron_plan/written.py",
     },
     "verify": {"verify/comparison.py", "verify/shrink.py"},
     "training road": {

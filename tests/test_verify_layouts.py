@@ -12,10 +12,10 @@ import grid_run
 import pytest
 from grid_table import rows_of
 
-from kenotron_config import Config, ParallelismConfig
+from kenotron_config import DEFAULT_CONFIG, Config, ParallelismConfig
 from kenotron_optim import OptimizerConfig
 from kenotron_train.cli import main
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.verify.shrink import OF_THE_LAYOUT, on_one_process, shrink
 
 MODEL = (

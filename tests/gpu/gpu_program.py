@@ -30,7 +30,7 @@ def changes(setting: Setting, steps: int) -> list[str]:
 
 def config_file() -> Path:
     """Return the default config of apps/train."""
-    return Path(str(resources.files("kenotron_train").joinpath("default.yaml")))
+    return Path(str(resources.files("kenotron_config").joinpath("default.yaml")))
 
 
 @item("apps/train", 90, needs=NEEDS, gpu="the tests of apps/train run it on the CPU")

@@ -14,7 +14,7 @@ from spack_repo.builtin.build_systems.python import PythonPackage, PythonPipBuil
 NEEDED = ("build", "run")
 ORDER = (
     "command", "dist", "tp", "pp", "cp", "ep", "optim", "ckpt", "nanotron", "data", "models",
-    "config", "engine",
+    "config", "engine", "cost",
 )  # fmt: skip
 """Packages, each after those that it needs."""
 
@@ -74,6 +74,6 @@ class PyKenotron(PythonPackage):
         """Install one part after the other; none looks for another on an index."""
         options = [*PythonPipBuilder.std_args(self), f"--prefix={prefix}"]
         parts = [f"packages/kenotron-{name}" for name in ORDER]
-        for part in [*parts, "apps/train", "apps/generate", "apps/convert"]:
+        for part in [*parts, "apps/train", "apps/generate", "apps/convert", "apps/plan"]:
             with working_dir(Path(self.stage.source_path) / part):
                 self.spec["python"].command("-m", "pip", *options, ".")

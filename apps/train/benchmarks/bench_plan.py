@@ -16,20 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import resources
 from pathlib import Path
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
+from kenotron_cost import Machine, Planner, cost_plan, machine_named, own_layout, recomputed
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, barrier, spawn
 from kenotron_engine import training_step
-from kenotron_train.assemble import build_training, cost_plan, data_plan
+from kenotron_train.assemble import build_training, data_plan
 from kenotron_train.config_file import parse_config
-from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.plan.layouts import own_layout
-from kenotron_train.plan.machine_file import Machine, machine_named
-from kenotron_train.plan.search import Planner
 
 WARM_UP = 2
 SIZES = {
@@ -50,7 +46,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 
 def configured(layout: dict[str, object]) -> Config:
     """The default config with a larger model on a layout; the global batch is the same on all."""
-    text = resources.files("kenotron_train").joinpath("default.yaml").read_text()
+    text = DEFAULT_CONFIG.read_text()
     sizes = {"pp": 1, "dp": 1, "tp": 1, "tp_mode": "ALL_REDUCE"} | layout
     values = {f"parallelism.{name}": size for name, size in sizes.items()}
     values |= {f"model.model_config.{name}": size for name, size in SIZES.items()}
@@ -81,8 +77,8 @@ def calibrated(ranks: int, seconds: float, folder: Path) -> Machine:
     """This machine as so many ranks find it."""
     file = folder / f"{ranks}.json"
     flags = ["--write", str(file), "--ranks", str(ranks), "--seconds", str(seconds)]
-    words = ["plan", "calibrate", *flags, "--sequence-length", "512"]
-    app = str(Path(__file__).parents[1])
+    words = ["calibrate", *flags, "--sequence-length", "512"]
+    app = str(Path(__file__).parents[2] / "plan")
     subprocess.run([sys.executable, app, *words], check=True, stdout=sys.stderr)
     return machine_named(str(file))
 

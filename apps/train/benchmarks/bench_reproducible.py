@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 
 from bench_step import flags, ours, race, slowest, surroundings
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, spawn
 from kenotron_train.config_file import parse_config
 
@@ -62,7 +61,7 @@ def configure(
         "tokens.sequence_length": 2048,
         **{f"parallelism.{name}": size for name, size in axes.items()},
     }
-    text = resources.files("kenotron_train").joinpath("default.yaml").read_text()
+    text = DEFAULT_CONFIG.read_text()
     return parse_config(
         text, "default.yaml", [*(f"{k}={v}" for k, v in changes.items()), *keys, *more]
     )

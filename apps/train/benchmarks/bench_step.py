@@ -19,14 +19,13 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, MeshConfig, barrier, spawn
 from kenotron_engine import training_step
@@ -62,7 +61,7 @@ def configure(more: tuple[str, ...] = (), **sizes: int) -> Config:
 
     AdamW is fused. ``more``: further keys.
     """
-    text = resources.files("kenotron_train").joinpath("default.yaml").read_text()
+    text = DEFAULT_CONFIG.read_text()
     sizes = {"pp": 1, "dp": 1, "tp": 1} | sizes
     changes: dict[str, object] = {f"parallelism.{name}": size for name, size in sizes.items()}
     changes["parallelism.tp_mode"] = "REDUCE_SCATTER" if sizes["tp"] > 1 else "ALL_REDUCE"

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from kenotron_config import DEFAULT_CONFIG
+
 APP = Path(__file__).parents[1]
 LARGEST = 0.03
 """Nats a token, between the means of both formats over the last tenth of the steps."""
@@ -47,7 +49,7 @@ def train(changes: dict[str, Any], steps: int, folder: Path) -> tuple[list[float
     values = MODEL | changes
     values |= {"tokens.train_steps": steps, "checkpoints.checkpoints_path": folder}
     flags = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    config = str(APP / "kenotron_train/default.yaml")
+    config = str(DEFAULT_CONFIG)
     subprocess.run(
         [sys.executable, str(APP), "--config-file", config, *flags],
         check=True, stdout=subprocess.DEVNULL,

@@ -12,13 +12,11 @@ from torch import nn
 
 import kenotron_engine
 from kenotron_config import Config, Mask, dump_config, public
+from kenotron_cost import CostPlan, cost_plan, recomputed
 from kenotron_dist import Mesh
 from kenotron_dist.statistics import checksum
-from kenotron_engine import CPMode, ModelPlan
-from kenotron_models import TransformersSpec, virtual_shards
+from kenotron_engine import ModelPlan
 from kenotron_train.checkpoint_plan import CheckpointPlan
-from kenotron_train.cost.cost_plan import CostPlan
-from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.data_plan import DataPlan
 from kenotron_train.log_plan import LogPlan
 from kenotron_train.reproducible import conditions
@@ -53,37 +51,6 @@ returned; the last returns logits (T, V/t). Cut parameters say so
 (``kenotron_dist.placement.Placements``)."""
 
 
-def cost_plan(config: Config) -> CostPlan:
-    """Return what the memory and the transfers of a config's run follow from."""
-    parallelism, model, general = config.parallelism, config.model, config.general
-    rows = config.tokens.micro_batch_size
-    samples = rows if general.reproducible else 1  # of a micro-batch, each passed by itself
-    return CostPlan(
-        spec=config.decoder,
-        dtype=getattr(torch, model.dtype),
-        vocab_divisible_by=model.make_vocab_size_divisible_by,
-        parallelism=parallelism,
-        cp_mode=CPMode(*config.cp_way, parallelism.cp_layout, parallelism.cp_block),
-        optimizer=config.optimizer,
-        sequence=config.longest_sequence,
-        micro_batch_size=rows // samples,
-        microbatches=config.batches.most_microbatches * samples,
-        device=general.device,
-        bucket_mb=model.ddp_bucket_cap_mb,
-        adapter=config.adapter,
-        virtual_shards=_virtual_shards(config),
-        virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
-    )
-
-
-def _virtual_shards(config: Config) -> int:
-    """Return the virtual shards over tp of a reproducible run; without the mode there is one."""
-    general, spec = config.general, config.decoder
-    if not general.reproducible or isinstance(spec, TransformersSpec):
-        return 1
-    return virtual_shards(spec, general.reproducible_max_tp)
-
-
 def data_plan(config: Config) -> DataPlan:
     """Return what the samples of a config's run follow from."""
     doremi, run = config.doremi, Path(config.checkpoints.checkpoints_path)
@@ -114,7 +81,11 @@ def checkpoint_plan(config: Config, device: torch.device) -> CheckpointPlan:
         model=config.model,
         multipliers=config.multipliers,
         conditions=conditions(
-            config.general, config.parallelism, config.model, _virtual_shards(config), device
+            config.general,
+            config.parallelism,
+            config.model,
+            cost_plan(config).virtual_shards,
+            device,
         ),
         yaml=dump_config(asked),
     )

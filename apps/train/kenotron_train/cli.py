@@ -13,14 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from kenotron_ckpt import SaveFailed
-from kenotron_command import FAILED, INTERRUPTED
-from kenotron_config import Config, Mask, config_reference, json_schema
+from kenotron_command import FAILED, INTERRUPTED, installed_words
+from kenotron_config import DEFAULT_CONFIG, Config, Mask, config_reference, json_schema
+from kenotron_cost import check_machine, cost_plan, host_cautions, without_gpus
 from kenotron_dist import Mesh, RankError, explained, resolve, visible_gpus
 from kenotron_dist.diagnosis import Diverged, PeerLost
 from kenotron_dist.launch import launcher
-from kenotron_train.assemble import cost_plan
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.cost.machine import check_machine, host_cautions, without_gpus
+from kenotron_train.config_file import load_config
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.doremi.cli import doremi_main, doremi_parser
 from kenotron_train.evaluate.cli import evaluate_main, evaluate_parser
@@ -33,8 +32,6 @@ from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.printing import fail, say, warn
 from kenotron_train.new_folder import new_main, new_parser
-from kenotron_train.plan.calibrate import calibrate_parser
-from kenotron_train.plan.cli import plan_main, plan_parser
 from kenotron_train.preflight.cli import preflight_main, preflight_parser
 from kenotron_train.replay.replay import replay
 from kenotron_train.report.cli import report_main, report_parser
@@ -74,7 +71,6 @@ def main(
 
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "new": new_main,
-    "plan": plan_main,
     "report": report_main,
     "slurm": slurm_main,
     "kubernetes": kubernetes_main,
@@ -86,8 +82,7 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "flag-reference": lambda _: _show(
         flag_reference(
             [train_parser(), new_parser(), slurm_parser(), kubernetes_parser(), verify_parser()]
-            + [plan_parser(), calibrate_parser(), preflight_parser(), evaluate_parser()]
-            + [doremi_parser(), report_parser()]
+            + [preflight_parser(), evaluate_parser(), doremi_parser(), report_parser()]
         )
     ),
 }
@@ -100,6 +95,8 @@ def _subcommand(name: str, words: list[str]) -> int:
         return SUBCOMMANDS[name](words)
     if Path(name).suffix in (".yaml", ".yml"):
         advice = f"; a config is given with --config-file {shlex.quote(name)}"
+    elif name in installed_words():
+        advice = f"; it is a word of another program: kenotron {name}"
     else:
         near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
         advice = f"; did you mean {near[0]}?" if near else ""

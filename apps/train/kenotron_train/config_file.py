@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -13,16 +12,6 @@ import kenotron_config
 from kenotron_config import Config, Mask
 from kenotron_dist import resolve
 from kenotron_dist.launch import launcher
-
-DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
-"""The training that runs when no file is given."""
-
-
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the config of a training and change keys of it."""
-    add = parser.add_argument
-    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
-    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
 
 
 def load_config(

@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from kenotron_command import OK, framed
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_train.called import parser_of
-from kenotron_train.config_file import DEFAULT_CONFIG
 from kenotron_train.log.printing import fail, say
 
 TEMPLATES = {

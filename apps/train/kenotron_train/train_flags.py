@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
+from kenotron_command import count
 from kenotron_train.called import add_version, called
-from kenotron_train.counts import count
 from kenotron_train.replay.replay import step_or_record
 from kenotron_train.run.stopping import STOPPED
 from kenotron_train.slurm.durations import seconds_of

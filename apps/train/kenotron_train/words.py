@@ -11,13 +11,6 @@ TRAIN = Word(
     _RUN,
     "kenotron_train.train_flags:train_parser",
 )
-PLAN = Word(
-    "say whether a training fits, which layout is best, and what limits it",
-    "kenotron plan --config-file my.yaml --gpus 16x8xH100",
-    _RUN,
-    "kenotron_train.plan.cli:plan_parser",
-    ("plan",),
-)
 VERIFY = Word(
     "compare a small copy of a config on its layout with one process",
     "kenotron verify --config-file my.yaml",

@@ -7,6 +7,8 @@ from typing import Any
 
 import runs
 
+from kenotron_config import DEFAULT_CONFIG
+
 NAMES = ("first", "second", "third")
 WEIGHTS = (0.5, 0.3, 0.2)
 SECTION = f"\ndoremi: {{domain_names: '{', '.join(NAMES)}', domain_weights: {list(WEIGHTS)}}}\n"
@@ -15,7 +17,7 @@ STEPS = 6
 
 def write_domains(folder: Path) -> None:
     """Three texts, the last of them the least regular, and the config that names them."""
-    default = (runs.APP / "kenotron_train/default.yaml").read_text()
+    default = DEFAULT_CONFIG.read_text()
     (folder / "domains.yaml").write_text(default + SECTION)
     for place, name in enumerate(NAMES):
         (folder / "texts" / name).mkdir(parents=True)

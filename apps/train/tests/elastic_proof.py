@@ -32,12 +32,11 @@ import launchers
 import runs
 
 from kenotron_ckpt import MANIFEST, CheckpointsConfig, manifest_at
-from kenotron_config import Config, load_config
+from kenotron_config import DEFAULT_CONFIG, Config, load_config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, RankError, broadcast_object
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
-from kenotron_train.config_file import DEFAULT_CONFIG
 from kenotron_train.data.own_data import OwnData
 from kenotron_train.failures.nonfinite_record import samples_of
 from kenotron_train.library import train

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import gradients_of, join_pieces, weight_pieces
 from kenotron_train.assemble import build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.loop import train
 

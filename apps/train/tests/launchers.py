@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_train.config_file import DEFAULT_CONFIG
+from kenotron_config import DEFAULT_CONFIG
 
 SHORT = {"tokens__train_steps": 3, "tokens__limit_val_batches": 0}
 """Changes of ``flags`` for a run of three steps."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import runs
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, spawn
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import train
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from kenotron_config import Config
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_config import DEFAULT_CONFIG, Config
+from kenotron_train.config_file import load_config
 
 LLAMA = {
     "is_llama_config": True, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192,

@@ -11,10 +11,10 @@ import pytest
 import runs
 
 from kenotron_ckpt import read_manifest
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_data import TokenWriter
 from kenotron_dist import Mesh, spawn
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run import loop
 
 SECTION = "data_stages__0__data__dataset"

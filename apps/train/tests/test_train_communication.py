@@ -9,13 +9,13 @@ import pytest
 import runs
 import torch
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_cp import AttentionSize, Cut, Visibility, attention_traffic
 from kenotron_dist import Mesh, RankError, all_reduce, spawn
 from kenotron_engine import StepResult
 from kenotron_models import parameter_count
 from kenotron_train.assemble import Training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress
 from kenotron_train.report.curves import read_runs, summary

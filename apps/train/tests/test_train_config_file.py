@@ -1,7 +1,7 @@
 """The config of a run: the default one, the environment, warnings of the first rank."""
 
-from kenotron_config import dump_config, ignored_keys
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config, parse_config
+from kenotron_config import DEFAULT_CONFIG, dump_config, ignored_keys
+from kenotron_train.config_file import load_config, parse_config
 
 TEXT = DEFAULT_CONFIG.read_text(encoding="utf-8")
 

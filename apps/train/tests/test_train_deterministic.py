@@ -16,7 +16,7 @@ import runs
 import torch
 from torch import nn
 
-from kenotron_config import Config, GeneralConfig
+from kenotron_config import DEFAULT_CONFIG, Config, GeneralConfig
 from kenotron_dist import Mesh, RankError
 from kenotron_models.families import (
     LlamaConfig,
@@ -27,7 +27,7 @@ from kenotron_models.families import (
 )
 from kenotron_train import LifeCycle, train
 from kenotron_train.assemble import decoder_layers
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.replay.replay_comparison import Comparison, compared, comparison
 from kenotron_train.run import loop
 from kenotron_train.run.determinism import deterministic_algorithms

@@ -10,12 +10,13 @@ import runs
 import torch
 from torch import nn
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.host import MachineMemory
 from kenotron_dist import Mesh, RankError, device
 from kenotron_train import LifeCycle, train
-from kenotron_train.assemble import cost_plan, decoder_layers
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.cost.machine import MachineMemory
+from kenotron_train.assemble import decoder_layers
+from kenotron_train.config_file import load_config
 from kenotron_train.failures import device_errors
 from kenotron_train.failures.device_errors import (
     NotEnoughMemory,

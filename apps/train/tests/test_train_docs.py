@@ -22,7 +22,7 @@ import runs
 from doc_commands import Command, complaints, missing, to_run
 from warm import Worker
 
-from kenotron_config import config_reference
+from kenotron_config import DEFAULT_CONFIG, config_reference
 from kenotron_train.cli import main
 
 ROOT = runs.APP.parents[1]
@@ -50,7 +50,7 @@ ELSEWHERE = {  # examples that another test runs
 EXACT = (
     "--check",
     "--dry-run",
-    "apps/train plan",
+    "apps/plan",
     "kenotron_pp",
     "own_schedule",
 )  # prints the same everywhere
@@ -90,7 +90,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, worker: Worker) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     for name in ("apps", "packages"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copy(runs.APP / "kenotron_train/default.yaml", folder / "my.yaml")
+    shutil.copy(DEFAULT_CONFIG, folder / "my.yaml")
     flags = [part for each in [*SMALL, "parallelism.tp=1"] for part in ("--set", each)]
     for program, arguments in (
         ("apps/train", flags),
@@ -136,7 +136,7 @@ def execute(command: Command, name: str, folder: Path, worker: Worker) -> tuple[
         program, rest = words[1], words[2:]
         if program == "-m":
             program, rest = rest[0], rest[1:]
-        if program in ("apps/train", "apps/generate", "apps/convert", "kenotron_pp"):
+        if program in ("apps/train", "apps/generate", "apps/convert", "apps/plan", "kenotron_pp"):
             if rest[:1] == ["new"]:  # readers have none yet; other documents begin with it
                 shutil.rmtree(folder / rest[1], ignore_errors=True)
             rest = shrunk(rest, name) if is_training([program, *rest]) else rest

@@ -16,6 +16,7 @@ import runs
 import torch
 from doremi_runs import NAMES, STEPS, WEIGHTS, flags, write_domains
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_data import Cursor, StoredLosses
 from kenotron_engine import DomainWeights, StepResult, domain_weights_update
 from kenotron_train.cli import main
@@ -293,7 +294,7 @@ def test_commands_name_what_they_lack(
         return refused(capsys, "doremi", *words)
 
     assert "has no doremi_domain_weights_<step>.json" in said("final", *flags(walked, "nowhere"))
-    plain = ["--config-file", str(runs.APP / "kenotron_train/default.yaml")]
+    plain = ["--config-file", str(DEFAULT_CONFIG)]
     assert "doremi: is missing; add it with domain_names" in said("all", *plain)
     lost = "doremi.ref_model_resume_checkpoint_path: "
     assert lost in said("losses", *flags(walked, "nowhere"))

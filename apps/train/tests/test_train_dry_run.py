@@ -11,13 +11,13 @@ import runs
 import torch
 from torch import Tensor
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Axis, all_reduce, send
 from kenotron_dist.diagnosis import Diverged
 from kenotron_engine import step
 from kenotron_pp.activation import Form
 from kenotron_pp.p2p import Links
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.dry_run import dry_run_of
 
 SIZES = {"pp": 4, "dp": 512, "tp": 8}

@@ -23,12 +23,11 @@ from test_train_crashes import own
 from test_train_launch import TORCHRUN
 
 from kenotron_ckpt import checkpoint
-from kenotron_config import load_config
+from kenotron_config import DEFAULT_CONFIG, load_config
 from kenotron_dist import RankError
 from kenotron_dist.testing import free_port
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
-from kenotron_train.config_file import DEFAULT_CONFIG
 from kenotron_train.library import train
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress

@@ -14,11 +14,11 @@ from evaluate_cases import job_of, task_file
 from own_runs import PRELOAD, documents, jsonl
 
 from kenotron_ckpt import MANIFEST, LocalStore, SaveReport
-from kenotron_config import Config, EvaluateConfig
+from kenotron_config import DEFAULT_CONFIG, Config, EvaluateConfig
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
 from kenotron_train.assemble import build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.evaluate.cli import evaluate_main
 from kenotron_train.evaluate.evaluation_job import script_of_evaluation
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate

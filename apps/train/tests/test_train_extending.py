@@ -10,16 +10,17 @@ import pytest
 import runs
 import torch
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_config.yaml_build import build
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.stage_sizes import stage_sizes
 from kenotron_dist import Axis, spawn
 from kenotron_dist.placement import tie_storages
 from kenotron_models import AnyConfig, Build, Context, Family, LayerStack, build_decoder, registry
 from kenotron_models.families import LlamaConfig
 from kenotron_pp import SCHEDULES, Times, one_f_one_b, simulate
 from kenotron_train import train
-from kenotron_train.assemble import cost_plan
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.config_file import load_config
 
 EXAMPLES = runs.APP / "examples"
 sys.path[:0] = [str(EXAMPLES / "own_model"), str(EXAMPLES / "own_schedule")]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import train
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")

@@ -10,11 +10,11 @@ import pytest
 import runs
 
 from kenotron_ckpt import FolderLock, SaveFailed, latest_step
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log import metrics_file
 from kenotron_train.progress import Progress

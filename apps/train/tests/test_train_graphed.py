@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import MicroBatchGraphs, training_step
 from kenotron_engine.cuda_graphs import WARM_UP
 from kenotron_train.assemble import Training, build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 
 ONE = ["parallelism.tp=1"]
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import runs
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_dist import Mesh, spawn
 from kenotron_optim import ParameterGroup, describe_groups
 from kenotron_train.assemble import build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 
 RULES = {
     "optimizer.weight_decay_exclude_kinds": "[norms, biases, embeddings]",

@@ -11,12 +11,12 @@ import torch
 from runs import arguments, metrics, train
 
 from kenotron_ckpt import TensorSize, read_manifest, read_record, resolve_step, write_safetensors
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, spawn
 from kenotron_models import config_from_json, hf_import
 from kenotron_models.hf import config_to_hf, hf_tensors
 from kenotron_train.assemble import build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, parse_config
+from kenotron_train.config_file import parse_config
 from kenotron_train.run.initial import load_initial
 
 SHORT = {"tokens__train_steps": 1, "checkpoints__save_final_state": True}

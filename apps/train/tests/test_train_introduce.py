@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import runs
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_dist import Mesh
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.log import banner
 from kenotron_train.run import loop
 

@@ -20,8 +20,9 @@ import pytest
 import runs
 import yaml
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_train.cli import main
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config, parse_config
+from kenotron_train.config_file import load_config, parse_config
 
 PRINT = "python apps/train kubernetes "
 NEEDED = ["--nodes", "2", "--image", "registry.example/kenotron:cuda", "--claim", "runs"]

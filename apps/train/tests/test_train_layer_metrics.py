@@ -8,12 +8,12 @@ import pytest
 import runs
 import torch
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, Role, spawn
 from kenotron_engine import layer_metrics, step
 from kenotron_models import component_of, components, reported_name
 from kenotron_models.families import Qwen3Config
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run import loop
 
 EVERY = 2

@@ -10,11 +10,12 @@ import runs
 import test_train_nanoset
 from test_train_rollback import BAD, configure, poison
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_data import Cursor, TokenFile
 from kenotron_dist import Mesh
 from kenotron_engine import NextToken, Parts
 from kenotron_train.assemble import data_plan
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data.stage_loader import OpenStage
 from kenotron_train.failures.records import read_record

@@ -13,11 +13,11 @@ import pytest
 import runs
 import torch
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, RankError
 from kenotron_dist.placement import named_parameters
 from kenotron_train import LifeCycle, OwnData, replay_step, train
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.replay.replay import replay
 
 EXAMPLE = runs.APP / "examples/own_program"

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import runs
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_data import order
 from kenotron_dist import Mesh
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.metrics_file import BLOCK, MetricsFile, cut_journal, last_step, read_journal
 from kenotron_train.progress import Progress

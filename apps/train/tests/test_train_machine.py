@@ -13,16 +13,11 @@ import torch
 from own_runs import configure
 
 from kenotron_config import Config
-from kenotron_train.assemble import cost_plan
+from kenotron_cost import host as machine
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.host import MachineMemory, check_machine, host_memory, machine_cautions
+from kenotron_cost.state_bytes import state_of_rank
 from kenotron_train.cli import main
-from kenotron_train.cost import machine
-from kenotron_train.cost.machine import (
-    MachineMemory,
-    check_machine,
-    host_memory,
-    machine_cautions,
-    state_of_rank,
-)
 from kenotron_train.run.preview import cannot_run, preview
 
 LARGE = {"model.model_config.hidden_size": 5 * 10**5}

@@ -8,9 +8,10 @@ from pathlib import Path
 import runs
 
 from kenotron_ckpt import read_manifest
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_train.assemble import data_plan
 from kenotron_train.cli import main
-from kenotron_train.config_file import DEFAULT_CONFIG, parse_config
+from kenotron_train.config_file import parse_config
 from kenotron_train.data.data_settings import reading_of
 from kenotron_train.run.preview import preview
 

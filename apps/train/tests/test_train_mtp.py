@@ -9,11 +9,11 @@ import runs
 from own_runs import configure, documents, jsonl, run, trace
 
 from kenotron_convert.cli import main
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.recomputed import recomputed
+from kenotron_cost.stage_sizes import stage_sizes
 from kenotron_dist import Mesh, RankError
-from kenotron_train.assemble import cost_plan
-from kenotron_train.cost.measured import MeasuredModel
-from kenotron_train.cost.recomputed import recomputed
-from kenotron_train.cost.stage_sizes import stage_sizes
 
 MTP = {
     "model.mtp": "{weight: 0.3}",

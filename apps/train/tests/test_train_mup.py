@@ -12,10 +12,11 @@ from runs import arguments, metrics, program, train
 from transformers import AutoModelForCausalLM
 
 from kenotron_ckpt import read_manifest, resolve_step
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_convert.exporting import export_hf
 from kenotron_models import model_to_json
 from kenotron_nanotron import model_config
-from kenotron_train.config_file import DEFAULT_CONFIG, parse_config
+from kenotron_train.config_file import parse_config
 
 BASE = "base: {hidden_size: 16, intermediate_size: 24, num_attention_heads: 4}"
 MORE = "embedding_multiplier: 3, output_multiplier: 2, std: 0.2"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import runs
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_train.cli import main
-from kenotron_train.config_file import DEFAULT_CONFIG
 from kenotron_train.new_folder import TEMPLATES
 
 

@@ -12,13 +12,13 @@ import pytest
 import runs
 import torch
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import NextToken, Parts, StepResult
 from kenotron_engine import step as room
 from kenotron_optim import LRSchedule, NonFinite, learning_rate
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.failures.nonfinite_record import Blame, _origins
 from kenotron_train.run.loop import train
 from kenotron_train.run.recovery import _written

@@ -9,9 +9,9 @@ import pytest
 import runs
 
 from kenotron_ckpt import manifest_at, read_record
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import spawn
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import train
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_dist import Mesh, RankError, spawn
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import train
 
 

@@ -18,13 +18,14 @@ import torch
 from test_train_graphed import batches, curve
 from test_train_rollback import PRELOAD, poison
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_dist import Handle, Mesh, gather_pieces, spawn
 from kenotron_dist.placement import named_parameters
 from kenotron_engine import LayerMetrics, step, weight_pieces
 from kenotron_optim import SlicedOptimizer, parameter_gather
 from kenotron_train import LifeCycle
 from kenotron_train.assemble import Training, build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import Together
 from kenotron_train.run import loop, session
 from kenotron_train.run.sanity import check_state

@@ -9,11 +9,11 @@ from live_bytes import measured_step, measured_steps
 from own_runs import PRELOAD
 from peak_cases import CASES, config_of
 
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.memory import instants
+from kenotron_cost.recomputed import recomputed
 from kenotron_dist import Mesh, spawn
-from kenotron_train.assemble import cost_plan
-from kenotron_train.cost.measured import MeasuredModel
-from kenotron_train.cost.memory import instants
-from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.run.preview import preview
 
 PAIRS = [name for name in CASES if config_of(name).world_size == 2]

@@ -1,5 +1,6 @@
 """What `--check` says of a config: layout, sizes and memory, and what cannot be run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,9 +8,9 @@ import sys
 import runs
 
 from kenotron_config import unavailable
-from kenotron_train.assemble import cost_plan
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.stage_sizes import stage_sizes
 from kenotron_train.config_file import load_config
-from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.preview import preview
 
 
@@ -105,3 +106,20 @@ def test_paths_that_are_not_here_are_warnings(tmp_path):
 def test_rules_that_name_no_parameter_cannot_be_run():
     text = preview(parse("optimizer.lr_multipliers=[{role: router, multiplier: 5}]"))
     assert "Cannot be run: optimizer: no parameter has the role 'router'" in text
+
+
+def test_check_says_what_is_not_counted_of_rows_that_are_cut(tmp_path):
+    model = {
+        "model_type": "seed_oss", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 16,
+        "max_position_embeddings": 256, "attention_dropout": 0.0, "residual_dropout": 0.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    foreign = f"{{is_hf_config: true, path: {tmp_path}, attn_implementation: kenotron}}"
+    said = preview(
+        parse(
+            f"model.model_config={foreign}", "parallelism.cp=2", "model.init_method={std: null}",
+            "parallelism.tp_mode=ALL_REDUCE",
+        )
+    )  # fmt: skip
+    assert "activations" in said and "sends over cp is not counted" in said

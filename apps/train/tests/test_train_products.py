@@ -9,12 +9,13 @@ import pytest
 from test_train_graphed import batches, curve
 from test_train_rollback import PRELOAD
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_dist import Mesh, deferring, spawn
 from kenotron_dist.weight_products import taker_of
 from kenotron_engine import training_step
 from kenotron_optim import GradAccumulator, partition
 from kenotron_train.assemble import build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 
 LAYOUTS = {
     "one": [],

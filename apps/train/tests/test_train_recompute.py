@@ -8,10 +8,10 @@ import pytest
 from own_runs import configure, documents, jsonl, run
 
 from kenotron_config import ConfigError
-from kenotron_train.assemble import cost_plan
-from kenotron_train.cost.measured import MeasuredModel
-from kenotron_train.cost.recomputed import recomputed
-from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.recomputed import recomputed
+from kenotron_cost.stage_sizes import stage_sizes
 from kenotron_train.run.preview import preview
 
 EXPERTS = {

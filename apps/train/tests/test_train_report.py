@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import runs
 
+from kenotron_command.charts import Chart, Line, heat_map, line_chart, picture
 from kenotron_train.cli import main
 from kenotron_train.report import cli as report_cli
 from kenotron_train.report import evaluation_tables, page
-from kenotron_train.report.charts import Chart, Line, heat_map, line_chart, picture
 from kenotron_train.report.curves import MOST_POINTS, ReportedRun, read_runs, summary
 
 
@@ -207,7 +207,7 @@ def test_without_matplotlib_there_are_the_figures_and_what_to_install(
     monkeypatch.setattr(report_cli, "can_draw", lambda: False)
     assert main(["report", str(folder)]) == 1
     said = capsys.readouterr()
-    assert "last loss" in said.out and "pip install './apps/train[report]'" in said.err
+    assert "last loss" in said.out and "pip install matplotlib" in said.err
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl"}
 
 

@@ -13,11 +13,11 @@ import runs
 import torch
 
 from kenotron_ckpt import read_manifest
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import NextToken, Parts
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.replay import replay
 from kenotron_train.run import loop, session

@@ -287,7 +287,7 @@ def test_an_unknown_subcommand_gets_a_suggestion(tmp_path: Path) -> None:
         ("my run.yaml", "; a config is given with --config-file 'my run.yaml' (subcommands"),
         (
             "xyz",
-            "there is no subcommand 'xyz' (subcommands: new, plan, report, slurm, kubernetes, ",
+            "there is no subcommand 'xyz' (subcommands: new, report, slurm, kubernetes, ",
         ),
     ):
         done = runs.train(tmp_path, word, "runs")

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 from runs import arguments, metrics
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, spawn
 from kenotron_train import LifeCycle
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import run
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")

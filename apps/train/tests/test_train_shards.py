@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import runs
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import Piece, join_pieces, weight_pieces
 from kenotron_models import parameter_count
 from kenotron_train import LifeCycle
 from kenotron_train.assemble import build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run import loop
 from kenotron_train.run.initial import load_initial
 

@@ -11,7 +11,7 @@ import pytest
 import runs
 import yaml
 
-from kenotron_config import Config, dump_config, unavailable
+from kenotron_config import DEFAULT_CONFIG, Config, dump_config, unavailable
 from kenotron_models import parameter_count
 from kenotron_optim import MuonConfig
 from kenotron_train.config_file import load_config, parse_config
@@ -19,12 +19,12 @@ from kenotron_train.verify.shrink import changes, has_documents, on_one_process,
 from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
 from kenotron_train.verify.shrink_model import small_heads, small_vocabulary
 
-BASE = yaml.safe_load((runs.APP / "kenotron_train/default.yaml").read_text())
+BASE = yaml.safe_load(DEFAULT_CONFIG.read_text())
 FILES = sorted(
     [
         *runs.APP.glob("configs/*.yaml"),
         *runs.APP.glob("examples/[!t]*/*.yaml"),  # tasks are of lm-eval
-        runs.APP / "kenotron_train/default.yaml",
+        DEFAULT_CONFIG,
         runs.TINY_LLAMA,
     ]
 )
@@ -213,7 +213,7 @@ def test_the_copy_has_no_more_ranks_than_are_given(name: str, ranks: int) -> Non
 
 def test_what_the_copy_does_not_need_is_gone() -> None:
     config = load_config(
-        runs.APP / "kenotron_train/default.yaml",
+        DEFAULT_CONFIG,
         [
             "checkpoints.resume_checkpoint_path=/nowhere/5",
             "model.init_method={path: /nowhere/model}",

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import runs
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import NextToken, Parts, StepResult
 from kenotron_engine import step as room
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import train
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")

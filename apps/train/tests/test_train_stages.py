@@ -10,8 +10,9 @@ import runs
 from own_runs import LAYOUTS, configure, documents, jsonl, run
 
 from kenotron_config import cautions
-from kenotron_train.assemble import cost_plan, data_plan
-from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.stage_sizes import stage_sizes
+from kenotron_train.assemble import data_plan
 from kenotron_train.run.preview import preview
 
 SHORT, LONG = 16, 48

@@ -9,11 +9,11 @@ import pytest
 import runs
 
 from kenotron_ckpt import manifest_at
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.stage_sizes import stage_sizes
 from kenotron_dist import Mesh, spawn
-from kenotron_train.assemble import cost_plan
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import train
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")

@@ -19,11 +19,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_data import Batch
 from kenotron_dist import Mesh
 from kenotron_engine import training_step
 from kenotron_train.assemble import build_training
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 
 REPOSITORY = Path(__file__).parents[3]
 META = torch.device("meta")

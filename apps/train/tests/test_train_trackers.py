@@ -11,10 +11,10 @@ import pytest
 import runs
 from test_train_rollback import poison
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh
 from kenotron_train.assemble import log_plan
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.log import trackers
 from kenotron_train.log.trackers import Trackers, check_trackers, chosen_trackers, flat
 from kenotron_train.run.loop import train

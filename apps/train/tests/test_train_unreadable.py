@@ -11,9 +11,9 @@ import pytest
 import runs
 from xxhash import xxh3_64_hexdigest
 
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.failures.passing_errors import PassingError
 from kenotron_train.replay.replay import replay
 from kenotron_train.run import loop

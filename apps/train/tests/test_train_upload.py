@@ -13,8 +13,9 @@ import runs
 from moto.server import ThreadedMotoServer
 
 from kenotron_ckpt import Uploader, latest_step, read_manifest
+from kenotron_config import DEFAULT_CONFIG
 from kenotron_dist import Mesh
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.run.loop import train
 
 BUCKET = "runs"

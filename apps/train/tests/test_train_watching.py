@@ -19,12 +19,12 @@ import runs
 import torch
 
 import kenotron_ckpt.saving
-from kenotron_config import Config
+from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult, global_counts
 from kenotron_train.assemble import data_plan, plan_of
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.log import numbers, speed_table
 from kenotron_train.log.figures import Meter, StepFigures, UsedMemory
 from kenotron_train.log.stopwatch import StepTimes, Stopwatch

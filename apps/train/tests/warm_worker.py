@@ -32,6 +32,7 @@ def programs() -> dict[str, Callable[[list[str]], int]]:
     """What ``python <name>`` calls."""
     from kenotron_convert import cli as convert
     from kenotron_generate import cli as generate
+    from kenotron_plan import cli as plan
     from kenotron_pp import __main__ as pp
     from kenotron_train import cli as train
 
@@ -39,6 +40,7 @@ def programs() -> dict[str, Callable[[list[str]], int]]:
         "apps/train": train.main,
         "apps/generate": generate.main,
         "apps/convert": convert.main,
+        "apps/plan": plan.main,
         "kenotron_pp": pp.main,
     }
 

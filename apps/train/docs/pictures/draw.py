@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kenotron_cost import cost_plan, stage_sizes
 from kenotron_dist import MeshConfig, coords_of
 from kenotron_pp import SCHEDULES, Times, draw_svg, simulate
-from kenotron_train.assemble import cost_plan
 from kenotron_train.config_file import load_config
-from kenotron_train.cost.stage_sizes import stage_sizes
 
 BLUE, GREEN, ORANGE, PURPLE, GREY, PALE = (
     "#4278c8", "#3c965a", "#e18c32", "#8a63b5", "#777777", "#eef1f6",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import open_checkpoint, read_manifest, resolve_step, store_at
-from kenotron_command import FAILED, OK, add_layout, framed, layout_sizes
+from kenotron_command import FAILED, OK, add_layout, count, framed, layout_sizes
 from kenotron_config import Config, EvaluateConfig, unavailable
 from kenotron_data import tokenizer_libraries
 from kenotron_dist import Mesh, MeshConfig, explained, start
@@ -22,7 +22,6 @@ from kenotron_models import model_from_json
 from kenotron_train.assemble import data_plan
 from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config, parse_config
-from kenotron_train.counts import count
 from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data_plan import DataPlan
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 import torch
 
-from kenotron_dist import Mesh
-from kenotron_dist.launch import compute_capability
-from kenotron_train.cost.cost_plan import CostPlan
-from kenotron_train.cost.machine import (
+from kenotron_cost import (
     OFFLOADED,
+    CostPlan,
     MachineMemory,
     device_memory,
     shortage,
+    stage_sizes,
     state_of_rank,
 )
-from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_dist import Mesh
+from kenotron_dist.launch import compute_capability
 
 GB = 1e9
 BFLOAT16_CAPABILITY = (8, 0)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kenotron_command import framed
-from kenotron_config import dump_config
+from kenotron_command import add_config_flags, framed
+from kenotron_config import DEFAULT_CONFIG, dump_config
 from kenotron_train.called import parser_of
-from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.kubernetes.manifest import KubernetesJob, manifest_of
 from kenotron_train.log.printing import fail, say
 from kenotron_train.placement import placement_warning, ranks_of_job, ranks_per_node

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kenotron_ckpt import DataStatesConfig
+from kenotron_command import short
 from kenotron_config import Device, GeneralConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import Mesh, gpu_problem, visible_gpus
@@ -13,7 +14,6 @@ from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
 from kenotron_optim import ParameterGroup, describe_groups
 from kenotron_train.assemble import Training
-from kenotron_train.log.numbers import short
 from kenotron_train.log.report import Report
 from kenotron_train.log.run_name import run_name
 from kenotron_train.reproducible import described

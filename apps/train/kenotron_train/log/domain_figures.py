@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kenotron_train.log.numbers import short
+from kenotron_command import short
 
 
 def domain_lines(figures: Mapping[str, Any]) -> list[str]:

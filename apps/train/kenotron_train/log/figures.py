@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kenotron_command import or_null, with_nulls
 from kenotron_engine import (
     ModelPlan,
     StepResult,
@@ -21,7 +22,6 @@ from kenotron_engine import (
 )
 from kenotron_models import peak_bf16_flops
 from kenotron_train.data_plan import DataPlan
-from kenotron_train.log.numbers import or_null, with_nulls
 from kenotron_train.log.rank_times import SlowestRank
 from kenotron_train.log.stopwatch import StepTimes
 

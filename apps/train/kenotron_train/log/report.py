@@ -8,6 +8,7 @@ import time
 
 from rich.console import Console
 
+from kenotron_command import short
 from kenotron_dist import Mesh
 from kenotron_engine import Validation, perplexity
 from kenotron_train.assemble import Training
@@ -15,7 +16,6 @@ from kenotron_train.log.domain_figures import domain_lines
 from kenotron_train.log.figures import Meter, StepFigures
 from kenotron_train.log.line_writer import LineWriter
 from kenotron_train.log.metrics_file import MetricsFile
-from kenotron_train.log.numbers import short
 from kenotron_train.log.printing import StandardOutput, on_screen
 from kenotron_train.log.progress_bar import ProgressBar
 from kenotron_train.log.step_row import StepRows

@@ -14,12 +14,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from kenotron_command import short
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_dist.placement import named_parameters
 from kenotron_models import DecoderSpec, parameter_count
 from kenotron_train.assemble import Training
 from kenotron_train.log.figures import Meter, StepFigures
-from kenotron_train.log.numbers import short
 from kenotron_train.log.run_name import job_id, run_name
 
 STEPS = 4

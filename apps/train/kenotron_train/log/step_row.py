@@ -6,7 +6,7 @@ import datetime
 import math
 from collections import deque
 
-from kenotron_train.log.numbers import short
+from kenotron_command import short
 
 COLUMNS = 100
 """The longest row, in characters."""

@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kenotron_ckpt import replace_text
-from kenotron_command import BAD_INPUT, FAILED, OK, framed
+from kenotron_command import BAD_INPUT, FAILED, OK, count, framed
 from kenotron_dist import Mesh, MeshConfig, RankError, resolve, start, visible_gpus
 from kenotron_train.called import parser_of
-from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
 from kenotron_train.preflight.measures import RankRates, rates_of_all
 from kenotron_train.preflight.odd_ranks import UNITS, odd_ranks

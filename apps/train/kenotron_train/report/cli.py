@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kenotron_command import framed
+from kenotron_command.charts import WITHOUT_MATPLOTLIB, can_draw
 from kenotron_train.called import parser_of
 from kenotron_train.log.printing import fail, say
-from kenotron_train.report.charts import WITHOUT_MATPLOTLIB, can_draw
 from kenotron_train.report.curves import read_runs, summary
 from kenotron_train.report.evaluation_tables import last_figures, with_evaluations
 from kenotron_train.report.page import AXES, report_html, write_picture

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from kenotron_command import short
+from kenotron_command.charts import Points
 from kenotron_train.evaluate.results import LARGEST
 from kenotron_train.log.metrics_file import RECOVERY, RECOVERY_SECONDS, read_journal
-from kenotron_train.log.numbers import short
 from kenotron_train.report.run_about import About, about_run
 
-Points = list[tuple[float, float]]
 MOST_POINTS = 1000
 """Points of a drawn curve; of longer runs means of neighbours are drawn."""
 

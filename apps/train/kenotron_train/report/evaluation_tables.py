@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kenotron_command.charts import COLOURS, Line, Points, line_chart, picture
 from kenotron_train.evaluate.results import FOLDER, checked_evaluation, read_evaluations
-from kenotron_train.report.charts import COLOURS, Line, line_chart, picture
 from kenotron_train.report.curves import ReportedRun
-
-Points = list[tuple[float, float]]
 
 
 def with_evaluations(run: ReportedRun, folder: Path) -> ReportedRun:

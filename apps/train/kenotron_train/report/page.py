@@ -6,12 +6,13 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from kenotron_train.report.charts import (
+from kenotron_command.charts import (
     COLOURS,
     Chart,
     Line,
     heat_map,
     line_chart,
+    page_html,
     picture,
     write_png,
 )
@@ -22,16 +23,6 @@ AXES = {"step": "step", "tokens": "consumed_tokens"}
 """Quantities drawn along x, and the figure that has each."""
 MOST_SHADES = 120
 """Points along x of a heat map."""
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-th, td { text-align: right; padding: .25rem .75rem; border-bottom: 1px solid #8885; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 1rem; margin: 1rem 0; }
-svg { width: 100%; height: auto; } summary { cursor: pointer; margin: 1rem 0; }
-.key { display: inline-block; width: 1em; height: .6em; margin-right: .4em; }
-"""  # noqa: E501 (lines of CSS)
 
 
 def colour_of(number: int) -> str:
@@ -94,17 +85,6 @@ def report_html(runs: Sequence[ReportedRun], x: str = "step") -> str:
         + f"\n</div>\n{evaluation_charts(runs, AXES[x])}{expert_charts(runs, x)}"
     )
     return page_html(", ".join(run.name for run in runs), body)
-
-
-def page_html(title: str, body: str) -> str:
-    """Return a page with a title, in the light or dark colours of its reader."""
-    title = html.escape(title)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-        f"{body}</body>\n</html>\n"
-    )
 
 
 def _table(runs: Sequence[ReportedRun]) -> str:

@@ -12,12 +12,12 @@ import torch
 
 import kenotron_engine
 from kenotron_config import Config
+from kenotron_cost import CostPlan, cost_plan, mesh_sizes
 from kenotron_data import Batch
 from kenotron_dist import Mesh, usable_cores
 from kenotron_dist.diagnosis import Diverged, DryRun, dry_run
 from kenotron_engine import DomainObjective, ModelPlan, training_step
-from kenotron_train.assemble import cost_plan, plan_of
-from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
+from kenotron_train.assemble import plan_of
 from kenotron_train.progress import fresh_state
 from kenotron_train.run.preview import cannot_run, missing_paths
 

@@ -8,26 +8,24 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from kenotron_command import short
 from kenotron_config import Config, Mask, ParallelismConfig, cautions, dump_config, ignored_keys
-from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
-from kenotron_models import TransformersSpec, describe, parameter_count
-from kenotron_optim import parameter_groups
-from kenotron_train.assemble import cost_plan
-from kenotron_train.cost.cost_plan import CostPlan
-from kenotron_train.cost.machine import (
-    beyond_any_machine,
+from kenotron_cost import (
+    CostPlan,
+    MeasuredModel,
+    cost_plan,
     machine_cautions,
     offloaded,
+    peak_memory,
+    problems_of,
+    recomputed,
+    stage_sizes,
     without_gpus,
 )
-from kenotron_train.cost.measured import MeasuredModel
-from kenotron_train.cost.memory import peak_memory
-from kenotron_train.cost.recomputed import recomputed
-from kenotron_train.cost.stage_sizes import stage_sizes
-from kenotron_train.cost.stage_tensors import StageTensors
+from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
+from kenotron_models import TransformersSpec, describe, parameter_count
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.log.instrumentation import check_watching
-from kenotron_train.log.numbers import short
 from kenotron_train.log.parametrisation import parametrisation
 from kenotron_train.run.initial import other_model
 
@@ -60,39 +58,13 @@ def cannot_run(config: Config) -> list[str]:
     Returns:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
-    problems, plan = list[str](), cost_plan(config)
-    try:
-        stage_sizes(plan)
-        problems += _groups(plan)
-    except RuntimeError as error:  # of torch: the bytes of a tensor are no 64-bit number
-        problems.append(f"model.model_config: a tensor of this model is too large: {error}")
-    except ValueError as error:  # of recompute_memory_gb
-        problems.append(str(error))
-    problems += [] if problems else beyond_any_machine(plan)
+    problems = problems_of(config)
     try:
         check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
     except (ValueError, ImportError) as error:
         problems += str(error).splitlines()
     return problems
-
-
-def _groups(plan: CostPlan) -> list[str]:
-    """Find what is wrong with rules that name parameters."""
-    optim, layouts = plan.optimizer, StageTensors(plan).layouts(plan)
-    names = sorted({layout.name for layout in layouts.values()})
-    try:
-        parameter_groups(
-            names,
-            optim.weight_decay,
-            exclude=optim.weight_decay_exclude_named_params,
-            exclude_kinds=optim.weight_decay_exclude_kinds,
-            layouts=layouts,
-            lr_multipliers=optim.lr_multipliers,
-        )
-    except ValueError as error:
-        return [f"optimizer: {error}"]
-    return []
 
 
 def missing_paths(config: Config) -> list[str]:

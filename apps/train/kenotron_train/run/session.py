@@ -13,11 +13,11 @@ import torch
 
 from kenotron_ckpt import Saver
 from kenotron_config import Config, cautions, ignored_keys
+from kenotron_cost import mesh_sizes
 from kenotron_dist import Mesh, Signals, all_reduce, listening
 from kenotron_dist.diagnosis import watch
 from kenotron_dist.rng import key
 from kenotron_train.assemble import OwnModel, Training, build_training, data_plan
-from kenotron_train.cost.cost_plan import mesh_sizes
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import StageLoader

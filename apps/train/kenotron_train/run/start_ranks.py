@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kenotron_config import Config
+from kenotron_cost import cost_plan, mesh_sizes
 from kenotron_dist import Mesh, start
 from kenotron_dist.launch import launcher
-from kenotron_train.assemble import cost_plan, data_plan, plan_of
-from kenotron_train.cost.cost_plan import mesh_sizes
+from kenotron_train.assemble import data_plan, plan_of
 from kenotron_train.data.stage_dataset import check_folders, prepare
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.data_plan import DataPlan

@@ -22,8 +22,8 @@ from kenotron_ckpt import (
     start_uploader,
     steps_in,
 )
+from kenotron_command import short
 from kenotron_dist import Mesh
-from kenotron_train.log.numbers import short
 from kenotron_train.log.report import Report
 
 

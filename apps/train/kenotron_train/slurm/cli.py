@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kenotron_command import framed
-from kenotron_config import credentials, dump_config, masked
+from kenotron_command import add_config_flags, framed
+from kenotron_config import DEFAULT_CONFIG, credentials, dump_config, masked
 from kenotron_train.called import parser_of
-from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
+from kenotron_train.config_file import load_config
 from kenotron_train.log.printing import fail, say
 from kenotron_train.placement import placement_warning, ranks_of_job, ranks_on_nodes
 from kenotron_train.slurm.job import SlurmJob, script_of

@@ -8,12 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kenotron_command import BAD_INPUT, framed
-from kenotron_config import ParallelismConfig
+from kenotron_command import BAD_INPUT, add_config_flags, count, framed
+from kenotron_config import DEFAULT_CONFIG, ParallelismConfig
 from kenotron_dist.launch import launcher, threads_of_rank
 from kenotron_train.called import parser_of
-from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
-from kenotron_train.counts import count
+from kenotron_train.config_file import load_config
 from kenotron_train.log.printing import fail
 from kenotron_train.verify.comparison import allowed, compare_with_one
 from kenotron_train.verify.report import Verdict, show, write_json

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kenotron_command import or_null
 from kenotron_config import ParallelismConfig, TokensConfig
 from kenotron_engine import GRADIENT_FLOOR
-from kenotron_train.log.numbers import or_null
 from kenotron_train.log.printing import say
 from kenotron_train.verify.comparison import Check
 

@@ -17,6 +17,7 @@ from kenotron_config import (
     TokenizerConfig,
     TokensConfig,
 )
+from kenotron_cost import cost_plan
 from kenotron_data.config import (
     DataConfig,
     DatasetStageConfig,
@@ -27,7 +28,6 @@ from kenotron_dist import Axis
 from kenotron_dist.placement import parameter_layouts
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
-from kenotron_train.assemble import cost_plan
 from kenotron_train.verify.shrink_layout import (
     few,
     fewer_ranks,

@@ -1,6 +1,9 @@
 """The command ``kenotron``: its words are entry points of the programs that are installed."""
 
 from kenotron_command.command import main
+from kenotron_command.config_flags import add_config_flags
+from kenotron_command.count import count
+from kenotron_command.figures import or_null, short, with_nulls
 from kenotron_command.frame import (
     BAD_INPUT,
     FAILED,
@@ -14,6 +17,11 @@ from kenotron_command.layout import LAYOUT, add_layout, layout_sizes
 from kenotron_command.word import GROUP, Word, called, installed_words
 
 __all__ = [
+    "with_nulls",
+    "short",
+    "or_null",
+    "count",
+    "add_config_flags",
     "BAD_INPUT",
     "FAILED",
     "GROUP",

@@ -28,9 +28,16 @@ from kenotron_config.sections import (
     TokensConfig,
 )
 from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
-from kenotron_config.yaml_config import ConfigError, dump_config, load_config, parse_config
+from kenotron_config.yaml_config import (
+    DEFAULT_CONFIG,
+    ConfigError,
+    dump_config,
+    load_config,
+    parse_config,
+)
 
 __all__ = [
+    "DEFAULT_CONFIG",
     "BatchSizes",
     "Config",
     "ConfigError",

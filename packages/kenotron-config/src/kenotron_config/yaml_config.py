@@ -37,6 +37,8 @@ FLOAT = re.compile(
       |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
+DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
+"""The training of a program that is given no file."""
 
 
 class ConfigError(ValueError):

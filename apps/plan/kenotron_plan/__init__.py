@@ -1,0 +1,1 @@
+"""Plan trainings: does it fit, which layout, what limits it."""

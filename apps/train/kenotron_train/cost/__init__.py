@@ -1,1 +1,0 @@
-"""Memory and transfers of a config by arithmetic, and the machine that they must fit."""

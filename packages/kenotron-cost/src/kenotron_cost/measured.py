@@ -1,0 +1,259 @@
+"""Memory, kernels and transfers of a model's blocks on any layout; nothing is allocated.
+
+Each kind of block is measured once for each way of cutting it, on torch's meta device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kenotron_cost.cost_plan import CostPlan
+from kenotron_cost.stage_tensors import StageTensors
+from kenotron_models import (
+    KernelWork,
+    MetaMicroBatch,
+    Recompute,
+    TransformersBlock,
+    TransformersSpec,
+    block_kernels,
+    kept_bytes,
+    norm_bytes,
+    sent_bytes,
+    sequence_bytes,
+    working_bytes,
+)
+from kenotron_models.layers import BlockSpec, ExpertsSpec
+from kenotron_tp import tokens_at_a_time
+
+AnyBlock = BlockSpec | TransformersBlock
+FLOATS_ON_CPU = 2**20
+"""Logits of which a CPU has fp32 copies at a time."""
+
+
+class MeasuredModel(StageTensors):
+    """A model whose parts are measured when they are first asked for.
+
+    Args:
+        plan: any plan of the model; layouts of others may differ.
+        exact: measure all rows of a micro-batch at once. Otherwise it is one row, whose figures are
+            multiplied: those of experts are rounded up for each of them, up to 5 % too many.
+        imbalance: tokens of the fullest rank's experts, as a multiple of those of an even load.
+    """
+
+    def __init__(self, plan: CostPlan, *, exact: bool = False, imbalance: float = 1.0) -> None:
+        super().__init__(plan)
+        self.exact, self.imbalance = exact, imbalance
+
+    def kept(self, plan: CostPlan, kind: int, again: Recompute) -> int:
+        """Return the bytes that a rank keeps of a micro-batch for the backward of a block."""
+        sizes, rows = plan.parallelism, self._rows(plan)
+        key = "kept", kind, sizes.tp, sizes.tp_mode, plan.row_tokens, again, rows, plan.dtype
+
+        def measure() -> int:
+            given, cut = self._batch(plan, kind, again, rows), self._on_rank(plan)
+            return self.uneven(kind, lambda each: kept_bytes(each, *given, **cut))
+
+        return self.once(key, measure) * (plan.micro_batch_size // rows)
+
+    def working(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[int, int]:
+        """Return the most bytes in use in a block, what it keeps included, and those that all
+        blocks of a micro-batch share."""
+        sizes = plan.parallelism
+
+        def measure(rows: int) -> tuple[int, int]:
+            key = "working", kind, sizes.tp, sizes.tp_mode, plan.row_tokens, again, rows, plan.dtype
+            given, cut = self._batch(plan, kind, again, rows), self._on_rank(plan)
+
+            def most() -> tuple[int, int]:
+                uneven = self.uneven(kind, lambda each: working_bytes(each, *given, **cut)[0])
+                return uneven, working_bytes(self.of_kind[kind][0], *given, **cut)[1]
+
+            return self.once(key, most)
+
+        if (rows := plan.micro_batch_size) == 1 or self.exact:
+            return measure(rows)
+        one, two = measure(1), measure(2)  # gradients of weights are as large for all rows
+        first, second = (a + (rows - 1) * (b - a) for a, b in zip(one, two, strict=True))
+        return first, second
+
+    def ends(self, plan: CostPlan) -> dict[str, int]:
+        """Return the bytes that the last norm and the output layer have in use."""
+        sizes, tokens = plan.parallelism, plan.micro_batch_size * plan.row_tokens
+        key = "ends", sizes.tp, sizes.tp_mode, tokens, plan.dtype
+        return self.once(key, lambda: self._ends(plan, tokens))
+
+    def _ends(self, plan: CostPlan, tokens: int) -> dict[str, int]:
+        """Return those of a number of tokens."""
+        sizes = plan.parallelism
+        hidden = tokens * plan.spec.hidden_size * plan.dtype.itemsize
+        norm = dict(self._layers(plan)).get("norm")
+        kept = 0
+        if norm is not None and not isinstance(plan.spec, TransformersSpec):
+            own = tokens // sizes.tp if sizes.mode.sequence_parallel else tokens
+            dtype = torch.float32 if plan.spec.residual_in_fp32 else plan.dtype
+            width, fused = plan.spec.hidden_size, plan.on_accelerator
+            kept = norm_bytes(norm, own, width, dtype, fused=fused)
+        gradient = _logits(plan)[2]
+        found = {"output layer": kept + 2 * hidden, "logits": logits_bytes(plan)}
+        return found | {"gradient of the output layer": gradient}
+
+    def kernels(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[KernelWork, KernelWork]:
+        """Return the kernels of a micro-batch of a block, forward and backward."""
+        share = plan.micro_batch_size * plan.row_tokens / plan.sequence
+        forward, backward = self._kernels(plan, kind, again)
+        return forward.times(share), backward.times(share)
+
+    def _kernels(
+        self, plan: CostPlan, kind: int, again: Recompute
+    ) -> tuple[KernelWork, KernelWork]:
+        """Return those of a whole row."""
+        sizes = plan.parallelism
+
+        def measure() -> tuple[KernelWork, KernelWork]:
+            width, batch = self._batch(plan, kind, again, 1)
+            given, cut = (width, replace(batch, sequence=plan.sequence)), self._on_rank(plan)
+            cut |= {"ep": sizes.ep}
+            found = block_kernels(self.of_kind[kind][0], *given, **cut)
+            forward, backward = (
+                self.uneven(kind, lambda x, way=way: block_kernels(x, *given, **cut)[way].nbytes)
+                for way in range(2)
+            )
+            return replace(found[0], nbytes=forward), replace(found[1], nbytes=backward)
+
+        key = "kernels", kind, sizes.tp, sizes.tp_mode, sizes.ep, again, plan.dtype
+        return self.once(key, measure)
+
+    def sent(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, int]:
+        """Return the bytes that a rank sends for a micro-batch of a block over tp, ep and cp."""
+        sizes = plan.parallelism
+        if sizes.tp * sizes.ep * sizes.cp == 1:
+            return {}
+        block = self.of_kind[kind][0]
+        if self.exact:
+            given = self._batch(plan, kind, again, plan.micro_batch_size)
+            found = sent_bytes(block, *given, tp=sizes.tp, ep=sizes.ep)
+        else:
+            share = plan.micro_batch_size * plan.row_tokens / plan.sequence
+            row = Counter[str]()
+            for each in self._kernels(plan, kind, again):
+                row.update(each.sent)
+            found = {axis: int(sent * share) for axis, sent in row.items()}
+        if sizes.cp > 1 and not isinstance(block, TransformersBlock):
+            cut = plan.cp_mode.cut(plan.sequence, sizes.cp)
+            way = plan.cp_way
+            rows = self._rows(plan)
+            key = "over cp", kind, sizes.cp, sizes.tp, again, rows, plan.dtype
+            batch = self._batch(plan, kind, again, rows)[1]
+            one = self.once(key, lambda: sequence_bytes(block, batch, cut, way, sizes.tp))
+            found["cp"] = plan.micro_batch_size // rows * one
+        return found
+
+    def held(self, plan: CostPlan, rank: int, again: Sequence[Recompute]) -> dict[str, int]:
+        """Return the bytes of a rank of pp by what they are for.
+
+        Args:
+            plan: the layout.
+            rank: of pp.
+            again: what each block of the model computes again.
+        """
+        stage, found = self.stages(plan)[rank], self.states(plan, rank)
+        schedule = plan.parallelism.schedule
+        live = self.live(schedule, plan.parallelism.pp, plan.microbatches)[rank]
+        kept = sum(self.kept(plan, *way) * n for way, n in self.ways(stage.blocks, again).items())
+        found["activations"] = int(live / max(1, schedule.chunks) * kept)
+        if not self.kinds:
+            del found["activations"]  # of a model of transformers in one piece
+        if {"head", "model"} & {*stage.names}:
+            found["logits"] = logits_bytes(plan)
+        return found
+
+    def sent_by_stage(
+        self, plan: CostPlan, rank: int, again: Sequence[Recompute]
+    ) -> dict[str, int]:
+        """Return the bytes that a rank of pp sends in a step by axis."""
+        found = Counter[str]()
+        for way, n in self.ways(self.stages(plan)[rank].blocks, again).items():
+            sent = self.sent(plan, *way)
+            found.update({axis: size * n * plan.microbatches for axis, size in sent.items()})
+        found.update(self.sent_over_data(plan, rank))
+        return dict(found)
+
+    def ways(
+        self, blocks: Sequence[int], again: Sequence[Recompute]
+    ) -> Counter[tuple[int, Recompute]]:
+        """Count blocks by their kind and what they compute again."""
+        return Counter((self.kinds[block], again[block]) for block in blocks)
+
+    def uneven(self, kind: int, measure: Callable[[AnyBlock], int]) -> int:
+        """Return a size of a block on the rank whose experts have most tokens.
+
+        It grows with their tokens as it does with the choices of a token, of which one more is
+        measured. Blocks of transformers are measured with an even load.
+
+        Args:
+            kind: of the block.
+            measure: the size of a block of the kind, or of one that differs in its choices alone.
+        """
+        block = self.of_kind[kind][0]
+        even = measure(block)
+        if self.imbalance == 1 or isinstance(block, TransformersBlock):
+            return even
+        experts = block.feed_forward
+        if not isinstance(experts, ExpertsSpec):
+            return even
+        router, choices = experts.router, experts.router.top_k
+        other = choices + 1 if choices < router.experts else choices - 1
+        if not other:
+            return even
+        more = replace(experts, router=replace(router, top_k=other))
+        one = (measure(replace(block, feed_forward=more)) - even) / (other - choices)
+        return int(even + (self.imbalance - 1) * choices * one)
+
+    def _rows(self, plan: CostPlan) -> int:
+        """Return the rows that are measured at once."""
+        return plan.micro_batch_size if self.exact else 1
+
+    def _batch(
+        self, plan: CostPlan, kind: int, again: Recompute, rows: int
+    ) -> tuple[int, MetaMicroBatch]:
+        """Return the width of a block, and the rows that it is measured with."""
+        batch = MetaMicroBatch(
+            rows=rows,
+            sequence=plan.row_tokens,
+            mode=plan.parallelism.mode,
+            dtype=plan.dtype,
+            residual=torch.float32 if plan.spec.residual_in_fp32 else None,
+            recompute=again,
+            adapter=self.of_kind[kind][1],
+        )
+        return plan.spec.hidden_size, batch
+
+    def _on_rank(self, plan: CostPlan) -> dict[str, Any]:
+        """Return what a rank has of a block, and whether its norms are one kernel."""
+        return {"tp": plan.parallelism.tp, "fused_norms": plan.on_accelerator}
+
+
+def logits_bytes(plan: CostPlan) -> int:
+    """Return the bytes of the logits that exist at a time, and of their softmax in fp32."""
+    return sum(_logits(plan)[:2])
+
+
+def _logits(plan: CostPlan) -> tuple[int, int, int]:
+    """Return the bytes of logits, of their softmax, and of the gradient of their matrix beyond it.
+
+    Where all logits are computed at once, the softmax is freed before the gradient is made.
+    """
+    tokens = plan.micro_batch_size * plan.row_tokens
+    width = plan.spec.vocab_size // plan.parallelism.tp
+    place = "cuda" if plan.on_accelerator else "cpu"
+    at_once = min(tokens, tokens_at_a_time(tokens, width, place))
+    logits, weight = width * at_once, width * plan.spec.hidden_size * (plan.adapter is None)
+    wide = 4 * (logits if plan.on_accelerator else min(logits, max(width, FLOATS_ON_CPU)))
+    whole = at_once == tokens
+    gradient = max(0, weight * plan.dtype.itemsize - wide) if whole else 4 * weight
+    return plan.dtype.itemsize * logits, wide, gradient

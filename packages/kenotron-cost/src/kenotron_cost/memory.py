@@ -1,0 +1,126 @@
+"""The largest instant of a step: which line of it has most memory in use, and for what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kenotron_cost.cost_plan import CostPlan
+from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.state_bytes import OFFLOADED
+from kenotron_models import Recompute
+from kenotron_optim import AdamWConfig
+
+FORWARD = "end of a forward, with the most micro-batches alive"
+BACKWARD = "backward of a layer, with the most micro-batches alive"
+UPDATE = "optimizer step"
+NOT_COUNTED = "buffers of exchanges of experts and of NCCL, validation and saves"
+"""Memory that no number here has; part of it is in the constant ``reserved``."""
+
+INTEGERS = 3
+"""Integers that a batch has of each token."""
+BETWEEN_KERNELS = 3
+"""Tensors in fp32 that AdamW has in use for each that it updates, where it is no fused kernel."""
+PREFETCHED = 2
+"""Further batches in host memory."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The fullest rank at the instant at which it has most in use."""
+
+    instant: str
+    rank: int
+    """Of pp."""
+    bytes_of: dict[str, int]
+    """Bytes by what they are for."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.bytes_of.values())
+
+
+def peak_memory(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], reserved: float = 0.0
+) -> PeakMemory:
+    """Return the largest instant of the fullest rank.
+
+    Args:
+        plan: the layout.
+        measured: of its model.
+        again: what each block computes again.
+        reserved: bytes that are never tensors.
+    """
+    found = (
+        PeakMemory(name, rank, held)
+        for rank in measured.differing(plan, again)
+        for name, held in zip(
+            (FORWARD, BACKWARD, UPDATE),
+            instants(plan, measured, again, rank, reserved),
+            strict=True,
+        )
+    )
+    return max(found, key=lambda peak: peak.total)
+
+
+def instants(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int, reserved: float
+) -> list[dict[str, int]]:
+    """Return the bytes of a rank of pp by what they are for: ``FORWARD``, ``BACKWARD``, ``UPDATE``.
+
+    The other arguments are those of ``peak_memory``.
+    """
+    held = measured.held(plan, rank, again) | {"reserved": int(reserved)}
+    held["inputs"] = _inputs(plan, measured, again, rank)
+    held["buckets"] = measured.buckets(plan, rank)
+    if plan.parallelism.pp > 1:  # one arrives while one is used
+        width = 4 if plan.spec.residual_in_fp32 else plan.dtype.itemsize
+        tokens = plan.micro_batch_size * plan.row_tokens
+        held["transfers of pp"] = 2 * tokens * plan.spec.hidden_size * width
+    if plan.optimizer.offload and plan.on_accelerator:
+        held = {what: size for what, size in held.items() if what not in OFFLOADED}
+    activations, logits = held.pop("activations", 0), held.pop("logits", 0)
+    ends = measured.ends(plan) if logits else {}
+    kept = held | {"activations": activations} | _gathered(plan, measured, rank)
+    working = _working(plan, measured, again, rank)
+    update = {what: size for what, size in held.items() if what != "sums of samples"}
+    rule = plan.optimizer.optimizer_factory
+    if isinstance(rule, AdamWConfig) and not rule.torch_adam_is_fused:
+        update["update of a tensor"] = BETWEEN_KERNELS * 4 * measured.updated(plan, rank)
+    every = (kept | ends, kept | working, update)
+    return [{what: size for what, size in each.items() if size} for each in every]
+
+
+def _inputs(plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int) -> int:
+    """Return the bytes of a step's tokens, and of what all blocks of a micro-batch share."""
+    ways = measured.ways(measured.stages(plan)[rank].blocks, again)
+    shared = max((measured.working(plan, *way)[1] for way in ways), default=0)
+    batches = 1 if plan.on_accelerator else 1 + PREFETCHED
+    tokens = plan.micro_batch_size * plan.sequence * INTEGERS * 8
+    return plan.microbatches * (shared + batches * tokens)
+
+
+def _working(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int
+) -> dict[str, int]:
+    """Return the bytes of what the backward of a layer has in use beyond what all keep."""
+    most = 0
+    for chunk in measured.stages(plan)[rank].chunks:
+        behind = 0  # what blocks kept whose backward is over, and this one's, which is in use
+        for block in reversed(chunk):
+            way = measured.kinds[block], again[block]
+            behind += measured.kept(plan, *way)
+            most = max(most, measured.working(plan, *way)[0] - behind)
+    return {"backward of a layer": most}
+
+
+def _gathered(plan: CostPlan, measured: MeasuredModel, rank: int) -> dict[str, int]:
+    """Return the bytes of the parameters of a layer and of the next one, where they are cut."""
+    optimizer = plan.optimizer
+    if not optimizer.zero.cuts_parameters:
+        return {}
+    elements = measured.elements(plan)
+    sizes = sorted(elements[name] for name in measured.stages(plan)[rank].names)
+    most = sum(sizes[-2:] if optimizer.regather == "layer" else sizes)
+    return {"gathered parameters": most * plan.dtype.itemsize}

@@ -1,0 +1,147 @@
+"""Measurements of a rank for a machine file: products, attention, memory, kernels, links."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+from kenotron_cost.work import BACKWARD_OF_ATTENTION
+from kenotron_dist import Axis, Mesh, all_reduce, barrier
+from kenotron_models import Build, Context, Kernels
+from kenotron_models.families import LlamaConfig
+from kenotron_models.layers import Block
+from kenotron_tp import matmul
+
+__all__ = [
+    "attention_rate",
+    "kernel_seconds",
+    "links",
+    "memory_bandwidth",
+    "own_memory",
+    "products",
+]
+LEAST = 5
+"""Repetitions at least; their median counts, as a training is interrupted as often."""
+LINK_BYTES = 4 << 20
+SMALL = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=32, max_position_embeddings=8,
+)  # fmt: skip
+"""A model whose step takes as long as its kernels take to be started."""
+
+
+def products(mesh: Mesh, dtype: torch.dtype, width: int, seconds: float) -> dict[str, float]:
+    """Return operations a second of products by their sizes, ``tokens x inputs x outputs``.
+
+    They are those of a layer of so many features: inputs and outputs of one and of four widths.
+    """
+    found, shapes = {}, ((width, width), (width, 4 * width), (4 * width, width))
+    tokens = 4 * width
+    for inputs, outputs in shapes:
+        x = torch.randn(tokens, inputs, device=mesh.device).to(dtype)
+        weight = torch.randn(outputs, inputs, device=mesh.device).to(dtype)
+        work = _median(mesh, seconds / len(shapes), lambda x=x, weight=weight: matmul(x, weight))
+        found[f"{tokens} x {inputs} x {outputs}"] = 2 * tokens * inputs * outputs / work
+    return found
+
+
+def attention_rate(mesh: Mesh, dtype: torch.dtype, sequence: int, seconds: float) -> float:
+    """Return operations a second of causal attention over (1, 8, S, 64), forward and backward."""
+    heads, features = 8, 64
+    given = (torch.randn(1, heads, sequence, features, device=mesh.device) for _ in range(3))
+    q, k, v = (each.to(dtype).requires_grad_() for each in given)
+
+    def work() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    seen = sequence * (sequence + 1) // 2
+    forward = 2 * 2 * heads * features * seen
+    return (1 + BACKWARD_OF_ATTENTION) * forward / _median(mesh, seconds, work)
+
+
+def memory_bandwidth(mesh: Mesh, dtype: torch.dtype, elements: int, seconds: float) -> float:
+    """Return bytes a second of kernels of each element: gated units, sums, casts."""
+    gate, up = (torch.randn(elements, device=mesh.device).to(dtype) for _ in range(2))
+
+    def work() -> None:
+        wide = (F.silu(gate) * up + gate).float()
+        (wide * wide).to(dtype)
+
+    with Kernels() as counted:
+        work()
+    return counted.nbytes / _median(mesh, seconds, work)
+
+
+def kernel_seconds(mesh: Mesh, dtype: torch.dtype, seconds: float) -> float:
+    """Return the seconds of a kernel of a block that has next to nothing to compute."""
+    spec = SMALL.decoder
+    build = Build(Axis.solo("tp"), device=mesh.device, dtype=dtype)
+    layer = Block(spec.blocks[0], spec.hidden_size, build)
+    tokens = SMALL.max_position_embeddings
+    places = torch.arange(tokens, device=mesh.device)[None]
+    x = torch.randn(tokens, spec.hidden_size, device=mesh.device).to(dtype).requires_grad_()
+
+    def work() -> None:
+        context = Context(places, torch.zeros(1, dtype=torch.long, device=mesh.device))
+        layer(x, context).sum().backward()
+
+    with Kernels() as counted:
+        work()
+    return _median(mesh, seconds, work) / counted.kernels
+
+
+def links(mesh: Mesh, seconds: float) -> tuple[float, float]:
+    """Return bytes a second that a rank sends in a sum over all, and seconds of the shortest one.
+
+    Collective over the mesh, of two ranks at least.
+    """
+    size = mesh.world.size
+    large = torch.ones(LINK_BYTES // 4, device=mesh.device)
+    small = torch.ones(1, device=mesh.device)
+    sent = 2 * (size - 1) / size * large.nbytes
+    times = []
+    for x in (large, small):
+        rounds = 4 * LEAST + round(20 * seconds)  # as many on every rank
+        found = list[float]()
+        for _ in range(rounds):
+            barrier(mesh.world)
+            begun = _settled(mesh)
+            all_reduce(x, mesh.world)
+            found.append(_settled(mesh) - begun)
+        times.append(median(found[1:]))
+    return sent / times[0], times[1]
+
+
+def own_memory(mesh: Mesh) -> tuple[float, float]:
+    """Return bytes of memory for a rank, and those that it has in use before a model is made."""
+    if mesh.device.type != "cpu":
+        free, total = torch.get_device_module(mesh.device).mem_get_info(mesh.device)
+        return total, total - free
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return pages / mesh.world.size, resident
+
+
+def _median(mesh: Mesh, seconds: float, work: Callable[[], object]) -> float:
+    """Return the median seconds of a call; the first two, which prepare, are not counted."""
+    for _ in range(2):
+        work()
+    end, times = _settled(mesh) + seconds, list[float]()
+    while len(times) < LEAST or times and time.perf_counter() < end:
+        begun = _settled(mesh)
+        work()
+        times.append(_settled(mesh) - begun)
+    return median(times)
+
+
+def _settled(mesh: Mesh) -> float:
+    """Return the time when the device has done its work."""
+    if mesh.device.type != "cpu":
+        torch.accelerator.synchronize(mesh.device)
+    return time.perf_counter()

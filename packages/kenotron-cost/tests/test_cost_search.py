@@ -1,0 +1,84 @@
+"""Further keys of a search, and uneven loads of experts."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from cost_cases import EXPERTS, H100, LLAMA, configured, tiny
+
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.knobs import SEARCH_KEYS
+from kenotron_cost.layouts import Refused, legal_layouts, own_layout, with_layout
+from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.recomputed import recomputed
+from kenotron_cost.run_plan import plan_of_run
+from kenotron_cost.search import Planner
+from kenotron_models import kept_bytes
+
+EVERY = tuple(SEARCH_KEYS)
+
+
+def legal(config, search, devices=2):
+    return [*legal_layouts(config, 8, Refused(), search, devices)]
+
+
+def test_sizes_of_layouts_with_other_keys_are_those_of_a_plan_of_their_own():
+    config = tiny()
+    measured, found = MeasuredModel(cost_plan(config)), legal(config, EVERY)
+    values = {each for layout, _ in found for each in layout.knobs}
+    assert {key for key, _ in values} == {key for key, _ in SEARCH_KEYS.values()}
+    assert ("optimizer.shard_ranks", 2) in values and ("optimizer.offload", True) in values
+    for layout, plan in random.Random(0).sample(found, 40):
+        alone, ways = MeasuredModel(plan), recomputed(plan)
+        assert measured.held(plan, 0, ways) == alone.held(plan, 0, ways), layout
+        assert measured.sent_by_stage(plan, 0, ways) == alone.sent_by_stage(plan, 0, ways), layout
+        assert measured.working(plan, 0, "none") == alone.working(plan, 0, "none"), layout
+        made = with_layout(config, layout)
+        assert cost_plan(made) == plan and made.model.compile
+    assert len(found) > 8 * len(legal(config, ()))
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "ratio"), [("dtype", "parameters", 2), ("accumulate", "gradients", 0.5)]
+)
+def test_a_key_changes_what_it_is_for(name, what, ratio):
+    config = tiny("model.dtype=bfloat16")
+    planner = Planner(cost_plan(config), H100, 80e9)
+    pairs = {}
+    for layout, plan in legal(config, (name,)):
+        pairs.setdefault(replace(layout, knobs=()), []).append(planner.measured.states(plan, 0))
+    assert pairs and all(second[what] == ratio * first[what] for first, second in pairs.values())
+
+
+def test_offloaded_state_takes_no_memory_of_a_device_and_more_time():
+    config = tiny("model.dtype=bfloat16")
+    planner = Planner(cost_plan(config), H100, 80e9)
+    for layout, plan in legal(config, ())[:6]:
+        moved = replace(plan, optimizer=replace(plan.optimizer, offload=True))
+        here, there = (planner.estimate(layout, p, recomputed(p)) for p in (plan, moved))
+        assert "optimizer" not in there.memory.bytes_of
+        assert there.memory.total < here.memory.total and there.time.seconds > here.time.seconds
+
+
+def test_an_uneven_load_is_that_of_as_many_more_choices():
+    config = configured(EXPERTS, "model.dtype=float32")
+    plan = cost_plan(config)
+    measured = MeasuredModel(plan, imbalance=2.0)
+    block, given = measured.of_kind[0][0], measured._batch(plan, 0, "none", plan.micro_batch_size)
+    experts = block.feed_forward
+    twice = replace(experts, router=replace(experts.router, top_k=2 * experts.router.top_k))
+    want = kept_bytes(replace(block, feed_forward=twice), *given)
+    rows = MeasuredModel(plan, exact=True, imbalance=2.0).kept(plan, 0, "none")
+    assert rows == pytest.approx(want, rel=0.01)
+    assert want > 1.1 * MeasuredModel(plan, exact=True).kept(plan, 0, "none")
+
+
+def test_an_uneven_load_takes_memory_and_time_of_experts_alone():
+    for model, grows in ((EXPERTS, True), (LLAMA, False)):
+        config = configured(model)
+        even, uneven = (
+            plan_of_run(config, H100, 80e9, None, imbalance=factor).own for factor in (1.0, 1.5)
+        )
+        assert (uneven.memory.total > even.memory.total) is grows
+        assert (uneven.time.seconds > even.time.seconds) is grows
+        assert own_layout(config) == even.layout
