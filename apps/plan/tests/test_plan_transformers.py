@@ -5,11 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from kenotron_config import load_config
+from kenotron_config import DEFAULT_CONFIG, load_config
 from kenotron_cost import problems_of
+from kenotron_cost.cost_plan import cost_plan
+from kenotron_cost.layouts import Refused, legal_layouts
+from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.recomputed import recomputed
+from kenotron_cost.run_plan import plan_of_run
+from kenotron_cost.search import Planner
+from kenotron_cost.stage_sizes import stage_sizes
+from kenotron_models.families import LlamaConfig
+from kenotron_models.hf import config_to_hf
 from kenotron_plan.cli import main
 
 pytest.importorskip("transformers")
+H100 = machine_named("h100")
 TINY_LLAMA = Path(__file__).parents[3] / "packages/kenotron-config/tests/tiny_llama.yaml"
 SIZES = {
     "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8,
@@ -77,3 +87,48 @@ def test_rows_that_are_cut_and_compile_are_refused(tmp_path, capsys):
     assert main(["--config-file", str(TINY_LLAMA), *flags]) == 2
     err = capsys.readouterr().err
     assert "--search compile: leave it out" in err and "no layout is legal" not in err
+
+
+def config_of(folder, *overrides):
+    model = f"{{is_hf_config: true, path: {folder}}}"
+    return load_config(DEFAULT_CONFIG, (*COMMON, f"model.model_config={model}", *overrides))
+
+
+def test_a_llama_of_transformers_is_planned_nearly_as_ours(tmp_path):
+    ours = LlamaConfig(**SIZES, tie_word_embeddings=False)
+    theirs = config_of(folder_of(tmp_path / "model", config_to_hf(ours)))
+    keys = ", ".join(f"{key}: {value}" for key, value in SIZES.items())
+    model = f"{{is_llama_config: true, {keys}, tie_word_embeddings: false}}"
+    own = load_config(DEFAULT_CONFIG, (*COMMON, f"model.model_config={model}"))
+    found = [plan_of_run(each, H100, 80e9, None).own for each in (own, theirs)]
+    mine, foreign = found
+    for what in ("parameters", "gradients", "optimizer", "fp32 masters", "logits"):
+        assert mine.memory.bytes_of.get(what) == foreign.memory.bytes_of.get(what), what
+    ratio = foreign.memory.bytes_of["activations"] / mine.memory.bytes_of["activations"]
+    assert 1 < ratio < 2  # its norms are several kernels, and it does not write over its inputs
+    assert foreign.time.parts["products"] == pytest.approx(mine.time.parts["products"])
+    assert foreign.time.seconds > mine.time.seconds
+
+
+def test_sizes_and_bytes_are_those_of_check(tmp_path):
+    folder = folder_of(tmp_path / "model", SIZES | EXPERTS | {"model_type": "qwen3_moe"})
+    layouts = ("parallelism.tp=2", "parallelism.pp=2"), ("parallelism.ep=2", "parallelism.dp=2")
+    for layout in layouts:
+        plan = cost_plan(config_of(folder, *layout))
+        measured, ways = MeasuredModel(plan), recomputed(plan)
+        for rank, size in enumerate(stage_sizes(plan)):
+            assert measured.held(plan, rank, ways) == size.bytes_of
+            assert measured.sent_by_stage(plan, rank, ways) == size.sent
+            assert size.bytes_of["activations"] > 0 and size.sent
+
+
+def test_a_search_has_ep_and_tp_and_no_cp(tmp_path):
+    folder = folder_of(tmp_path / "model", SIZES | EXPERTS | {"model_type": "qwen3_moe"})
+    config, refused = config_of(folder), Refused()
+    legal = [*legal_layouts(config, 4, refused)]
+    assert {layout.ep for layout, _ in legal} == {1, 2, 4}
+    assert {layout.tp for layout, _ in legal} == {1, 2, 4} and {each.cp for each, _ in legal} == {1}
+    assert any("sends over cp is not counted" in reason for reason in refused.reasons)
+    found = Planner(cost_plan(config), H100, 80e9).search(legal)
+    assert {way for each in found.best for way in each.again} <= {"none", "full"}
+    assert len(found.best) == 10 and all(each.time.seconds > 0 for each in found.best)

@@ -118,7 +118,7 @@ def test_check_says_what_is_not_counted_of_rows_that_are_cut(tmp_path):
     foreign = f"{{is_hf_config: true, path: {tmp_path}, attn_implementation: kenotron}}"
     said = preview(
         parse(
-            f"model.model_config={foreign}", "parallelism.cp=2", "model.init_method={std: null}",
+            f"model.model_config={foreign}", "parallelism.cp=2", "model.init_method={std: 0.02}",
             "parallelism.tp_mode=ALL_REDUCE",
         )
     )  # fmt: skip
