@@ -32,6 +32,7 @@ EXPERTS = replace(
 )
 SINKS = replace(BLOCKS["sinks"].mixer, kv_heads=8)
 FEW_KEY_HEADS = replace(BLOCKS["attention"].mixer, heads=16, kv_heads=2)
+RESET = {"separate_documents": True}
 OVER_HEADS = (MANY_HEADS, SINKS, FEW_KEY_HEADS)
 """Their heads are exchanged over two ranks; of the last four copies of key heads."""
 IN_CHUNKS = {
@@ -43,6 +44,10 @@ IN_CHUNKS = {
     "sinks": replace(BLOCKS["sinks"], mixer=SINKS),
     "width": BLOCKS["width"],
     "experts": replace(BLOCKS["experts"], feed_forward=EXPERTS),
+    "delta": replace(BLOCKS["delta"], mixer=replace(BLOCKS["delta"].mixer, **RESET)),
+    "mamba": replace(BLOCKS["mamba"], mixer=replace(BLOCKS["mamba"].mixer, **RESET)),
+    "mamba2": replace(BLOCKS["mamba2"], feed_forward=BLOCKS["attention"].feed_forward),
+    "groups": replace(BLOCKS["groups"], mixer=replace(BLOCKS["groups"].mixer, **RESET)),
 }
 
 

@@ -19,6 +19,8 @@ from kenotron_models.context import Context
 from kenotron_models.experts import Experts
 from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute, whole
+from kenotron_models.recurrent import Recurrent
+from kenotron_models.states_in_chunks import states_in_chunks
 from kenotron_models.virtual_chunks import (
     by_chunk,
     chunk_order,
@@ -92,7 +94,10 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
     attends = isinstance(divided[0].pieces[0], Attention)
     heads = _heads(divided, entered, contexts) if attends else []
     found = []
-    for shard, first in enumerate(divided[0].pieces):
+    if isinstance(divided[0].pieces[0], Recurrent):
+        insides = [each.inside for each in divided]
+        found = states_in_chunks([each.pieces for each in divided], entered, insides, context)
+    for shard, first in enumerate(() if found else divided[0].pieces):
         pieces, own = [each.pieces[shard] for each in divided], [each[shard] for each in entered]
         if isinstance(first, Attention):
             found.append(_mixed(pieces, heads[shard], context))
