@@ -61,7 +61,8 @@ def states_in_chunks(
     """
     segments, count = segments_of(context), context.chunks
     assert segments is not None  # rows with chunks are cut
-    each, places = segments.pieces // count, [None] * count  # P
+    each = segments.pieces // count  # P
+    places: Sequence[Tensor | None] = [None] * count
     since = tokens_since_start(context, documents=parts[0][0].separate_documents)
     if since is not None:
         places = [pieces_of(own, each) for own in since.chunk(count, 1)]
@@ -138,7 +139,7 @@ def _states_before(
 
 
 class _Exchange(torch.autograd.Function):
-    """What chunks of all ranks send (P, ...) becomes what each of them reads (P, ...)."""
+    """Exchange over chunks of all ranks: each sends (P, ...), and reads (P, ...) made of all."""
 
     @staticmethod
     def forward(
