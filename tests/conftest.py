@@ -31,9 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every row of the grid is a test, or every row that the reproducible mode has."""
-    if name := next((n for n in ("row", "row_of_mode") if n in metafunc.fixturenames), None):
-        import grid_bits
+    """Every row of the grid is a test."""
+    if "row" in metafunc.fixturenames:
         import grid_choice
         import grid_table
 
@@ -41,9 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         touched = metafunc.config.getoption("--touched")
         chosen = grid_choice.touched(touched) if touched else grid_choice.chosen()
         rows = chosen if section == "chosen" else grid_table.rows_of(section)
-        if name == "row_of_mode":
-            rows = [row for row in rows if grid_bits.applies(row)]
-        metafunc.parametrize(name, rows, ids=str)
+        metafunc.parametrize("row", rows, ids=str)
 
 
 @pytest.fixture(scope="session")

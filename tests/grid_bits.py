@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-import grid
 import grid_check
 import grid_run
 from grid import OF_THE_MODEL, Row
@@ -75,14 +74,6 @@ def alone(row: Row) -> Row:
     """The row of one process: the same numbers, attention and order of tokens."""
     names = {name: getattr(row, name) for name in (*OF_THE_MODEL, *OF_THE_BITS)}
     return Row(**names, micro=batch_of(row))
-
-
-def applies(row: Row) -> bool:
-    """Return whether the mode has the row, by the rule that `GRID.md` states.
-
-    Where samples are cut over cp, no layer passes states.
-    """
-    return row.cp == 1 or row.arch not in grid.MIXERS["arch"]
 
 
 def refusal(row: Row) -> str:

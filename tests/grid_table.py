@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import grid
-import grid_bits
 from grid import Row
 from grid_check import Result
 
@@ -54,12 +53,10 @@ def with_bits(line: str, bits: str) -> str:
 
 
 def bits_of(row: Row, results: Path, before: str) -> str:
-    """The bits of a row in the mode: as measured, as before, or the key that the mode refuses."""
-    if not grid_bits.applies(row):
-        return f"refused: {grid_bits.refusal(row)}"
+    """The bits of a row in the mode: as measured, or as before."""
     file = results / f"{row}.bits.json"
     if not file.exists():
-        return NOT_RUN if before.startswith("refused") else before
+        return before
     return OTHERS if json.loads(file.read_text()) else "bitwise"
 
 

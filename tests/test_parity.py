@@ -87,9 +87,8 @@ def test_a_row_has_the_numbers_of_one_process(
 
 @pytest.mark.by_turns(2)
 def test_a_row_has_the_bits_of_one_process(
-    row_of_mode: Row, folder: Path, grid_results: Path | None
+    row: Row, folder: Path, grid_results: Path | None
 ) -> None:
-    row = row_of_mode
     alone = lambda one, keys: one_process(one, folder, grid_bits.STEPS, keys)  # noqa: E731
     found = grid_bits.judge(row, folder, alone, max(row.ranks, 4))
     for run in folder.glob(f"{row}-bits*"):
@@ -99,12 +98,9 @@ def test_a_row_has_the_bits_of_one_process(
     assert not found, f"{row}: " + "; ".join(found)
 
 
-def test_the_mode_has_every_row_but_those_of_the_rule() -> None:
-    """Rows that it has are run; of the others the config names a key."""
+def test_the_mode_has_every_row() -> None:
     rows = [row for section in grid.SECTIONS for row in grid_table.rows_of(section)]
-    refused = [row for row in rows if not grid_bits.applies(row)]
-    assert 3 * len(refused) < len(rows)
-    assert {grid_bits.refusal(row) for row in refused} == {"general.reproducible_max_cp"}
+    assert {grid_bits.refusal(row) for row in rows} == {""}
 
 
 def test_a_row_is_verified(row: Row, tmp_path: Path) -> None:

@@ -35,8 +35,11 @@ IN_CHUNKS = {
     "gpt-oss": torch.float32,
     "deepseek-v3": torch.bfloat16,
     "olmoe": torch.float32,
+    "jamba": torch.float32,
+    "qwen3-next": torch.bfloat16,
 }
-"""Families whose layers are more than dense attention and feed-forward."""
+"""Families whose layers are more than dense attention and feed-forward. Pieces of a row of their
+states are shorter than the convolution."""
 Run = tuple[list[tuple[float, float]], list[Piece], list[Piece]]
 
 

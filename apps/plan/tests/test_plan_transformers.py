@@ -9,6 +9,7 @@ from kenotron_config import DEFAULT_CONFIG, load_config
 from kenotron_cost import problems_of
 from kenotron_cost.cost_plan import cost_plan
 from kenotron_cost.layouts import Refused, legal_layouts
+from kenotron_cost.machine_file import machine_named
 from kenotron_cost.measured import MeasuredModel
 from kenotron_cost.recomputed import recomputed
 from kenotron_cost.run_plan import plan_of_run

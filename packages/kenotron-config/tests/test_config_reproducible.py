@@ -40,6 +40,7 @@ OF_TWELVE_HEADS = (
     "num_hidden_layers: 2, num_attention_heads: 12, vocab_size: 257, max_position_embeddings: 64}"
 )
 """3 divides all that tp cuts, and is no power of two."""
+OF_SIX_FEATURES = OF_TWELVE_HEADS.replace("num_attention_heads: 12", "num_attention_heads: 4")
 ONE_KEY_HEAD = (
     "model.model_config={is_llama_config: true, hidden_size: 16, intermediate_size: 24, "
     "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 257, "
@@ -60,7 +61,7 @@ REFUSED = {
     "parallelism.cp: 2": ("parallelism.cp=2",),
     "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
     "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
-    "general.reproducible_max_cp: 2": (CHUNKS, ALONE, MAMBA),
+    "general.reproducible_max_cp: 2": (CHUNKS, ALONE, OF_SIX_FEATURES),
     "cp must divide the 1 query heads of each of 4 virtual shards": (
         "parallelism.cp=2",
         CHUNKS,
@@ -121,6 +122,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("parallelism.dp=2", "parallelism.tp=2", "parallelism.ep=4", QWEN),
         ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", "parallelism.ep=4", QWEN),
         ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", OLMO),
+        ("parallelism.cp=2", CHUNKS, "parallelism.tp=2", MAMBA),
         ("parallelism.cp=2", CHUNKS, ALONE, "parallelism.cp_attention=ulysses", ONE_KEY_HEAD),
     ],
 )

@@ -32,6 +32,7 @@ EXPERTS = replace(
 )
 SINKS = replace(BLOCKS["sinks"].mixer, kv_heads=8)
 FEW_KEY_HEADS = replace(BLOCKS["attention"].mixer, heads=16, kv_heads=2)
+RESET = {"separate_documents": True}
 OVER_HEADS = (MANY_HEADS, SINKS, FEW_KEY_HEADS)
 """Their heads are exchanged over two ranks; of the last four copies of key heads."""
 IN_CHUNKS = {
@@ -43,6 +44,10 @@ IN_CHUNKS = {
     "sinks": replace(BLOCKS["sinks"], mixer=SINKS),
     "width": BLOCKS["width"],
     "experts": replace(BLOCKS["experts"], feed_forward=EXPERTS),
+    "delta": replace(BLOCKS["delta"], mixer=replace(BLOCKS["delta"].mixer, **RESET)),
+    "mamba": replace(BLOCKS["mamba"], mixer=replace(BLOCKS["mamba"].mixer, **RESET)),
+    "mamba2": replace(BLOCKS["mamba2"], feed_forward=BLOCKS["attention"].feed_forward),
+    "groups": replace(BLOCKS["groups"], mixer=replace(BLOCKS["groups"].mixer, **RESET)),
 }
 
 
@@ -83,12 +88,18 @@ def view(ranks: int, rank: int) -> GridView:
 
 
 def computed(
-    mesh: Mesh, name: str, dtype: torch.dtype, way: AttentionWay, recompute: Recompute
+    mesh: Mesh,
+    name: str,
+    dtype: torch.dtype,
+    way: AttentionWay,
+    recompute: Recompute,
+    all_shards: int = SHARDS,
 ) -> Found:
     torch.set_num_threads(1)
     cp, tp = mesh["cp"], mesh["tp"]
-    build = Build(tp, dtype=dtype, shards=SHARDS, by_source=True)
-    block = BlockInShards(IN_CHUNKS[name], WIDTH, build, recompute=recompute)
+    build = Build(tp, dtype=dtype, shards=all_shards, by_source=True)
+    kind = BlockInShards if all_shards > 1 else Block
+    block = kind(IN_CHUNKS[name], WIDTH, build, recompute=recompute)
     fill(block, tp, dtype)
     losses = added_losses(block)
     layout = Layout(strips=Cut(SEQUENCE, VIRTUAL, Layout()).strips)
@@ -104,7 +115,7 @@ def computed(
     layouts, total = layouts_of(block, tp.size), 0
     for path, parameter in block.named_parameters():
         of_expert = layouts[path].grid == "expert"
-        shards, first = (SHARDS // tp.size, tp.rank) if of_expert else (1, 0)
+        shards, first = (all_shards // tp.size, tp.rank) if of_expert else (1, 0)
         total += chunks * shards
 
         def receive(
@@ -147,6 +158,20 @@ def test_every_cp_and_tp_has_the_bits_of_one_process(name: str, dtype: torch.dty
                 own = scatter(want.gradients[*place, path], layouts[path], view(tp, rank % tp))
                 assert torch.equal(gradient, own), (cp, tp, place, path)
         assert set().union(*(got.outputs for got in ranks)) == {*range(SEQUENCE)}
+
+
+def test_chunks_of_a_layer_without_virtual_shards_have_the_bits_of_one_process() -> None:
+    given = "mamba", torch.float32, "ring", "none", 1
+    [want], ranks = on_ranks(computed, *given), on_ranks(computed, *given, cp=2)
+    for got in ranks:
+        assert all(torch.equal(row, want.outputs[at]) for at, row in got.outputs.items())
+        assert all(torch.equal(x, want.gradients[key]) for key, x in got.gradients.items())
+    shards = alone("mamba", torch.float32)
+    for at, row in want.outputs.items():
+        torch.testing.assert_close(row, shards.outputs[at], rtol=1e-3, atol=1e-4)
+    assert want.gradients.keys() == shards.gradients.keys()
+    for key, x in want.gradients.items():
+        torch.testing.assert_close(x, shards.gradients[key], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", IN_CHUNKS)

@@ -22,6 +22,12 @@ from kenotron_models.virtual_chunks import (
 )
 
 SEQUENCE, VIRTUAL = 37, 4
+
+
+class OtherSpec(AttentionSpec):
+    """A mixer of one's own."""
+
+
 Order = Literal["zigzag", "contiguous"]
 
 
@@ -66,9 +72,11 @@ def test_attention_reads_tokens_as_a_rank_has_them(ranks: int, order: Order) -> 
 def test_what_is_not_computed_in_chunks_is_named() -> None:
     spec: DecoderSpec = LlamaConfig().decoder
     assert whole_row_part(spec) == whole_row_part(DeepseekV3Config().decoder) == ""
-    assert "mixer of kind" in whole_row_part(MambaModelConfig().decoder)
+    assert whole_row_part(MambaModelConfig().decoder) == ""
     other = replace(spec.blocks[0], feed_forward=spec.blocks[0].mixer)
     assert "feed-forward of kind" in whole_row_part(replace(spec, blocks=(other,)))
+    block = replace(spec.blocks[0], mixer=OtherSpec(heads=2, kv_heads=2, head_dim=8))
+    assert "a mixer of kind attention (OtherSpec)" == whole_row_part(replace(spec, blocks=(block,)))
     mixer = spec.blocks[0].mixer
     assert isinstance(mixer, AttentionSpec)
     block = replace(spec.blocks[0], mixer=replace(mixer, head_dim=6))

@@ -51,8 +51,8 @@ class GeneralConfig:
     reproducible_max_cp: int = 1
     """Largest cp with reproducible: true, a power of two. Each rank computes its tokens as so many
     ranks would, one after the other. The bits depend on it, and above 1 on `cp_layout` and
-    `cp_block`: runs to be compared have the same. Above 1 it needs a model of attention,
-    feed-forwards and experts. 1: samples are computed whole, which is faster."""
+    `cp_block`: runs to be compared have the same. 1: samples are computed whole, which is
+    faster."""
     reproducible_threads: int = 1
     """Threads of each rank with reproducible: true. They are a part of what fixes the bits: runs to
     be compared have the same number."""

@@ -19,6 +19,8 @@ from kenotron_models.context import Context
 from kenotron_models.experts import Experts
 from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute, whole
+from kenotron_models.recurrent import Recurrent
+from kenotron_models.states_in_chunks import states_in_chunks
 from kenotron_models.virtual_chunks import (
     by_chunk,
     chunk_order,
@@ -79,7 +81,7 @@ def block_in_chunks(block: Parted, x: Tensor, context: Context) -> Tensor:
 
 def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
     """Return the output of a part of the block, which is added to its input x (T, D)."""
-    count, contexts = context.chunks, contexts_of_chunks(context)
+    count = context.chunks
     norms, parts, posts = (
         copies_by_chunk(block.get_submodule(path), count)
         for path in (f"{name}_norm", name, f"{name}_post_norm")
@@ -88,23 +90,45 @@ def _added(block: Parted, name: str, x: Tensor, context: Context) -> Tensor:
     xs = [norm.forward(part) for norm, part in pairs]
     divided = [block.divided(name, cast(Part, part)) for part in parts]
     entered = [each.enter(own) for each, own in zip(divided, xs, strict=True)]
-    # Norms over all heads add up over the shards of each chunk before attention mixes the chunks.
-    attends = isinstance(divided[0].pieces[0], Attention)
-    heads = _heads(divided, entered, contexts) if attends else []
-    found = []
-    for shard, first in enumerate(divided[0].pieces):
-        pieces, own = [each.pieces[shard] for each in divided], [each[shard] for each in entered]
-        if isinstance(first, Attention):
-            found.append(_mixed(pieces, heads[shard], context))
-        elif isinstance(first, Experts):
-            whole_part = cast(Experts, block.get_submodule(name))
-            found.append(whole_part.mix_chunks(pieces, own, contexts, context))
-        else:
-            each = zip(pieces, own, contexts, strict=True)
-            found.append([piece.forward(of_it, chunk) for piece, of_it, chunk in each])
+    if isinstance(divided[0].pieces[0], Recurrent):
+        insides = [each.inside for each in divided]
+        found = states_in_chunks([each.pieces for each in divided], entered, insides, context)
+    else:
+        found = _by_shard(divided, entered, block.get_submodule(name), context)
     ys = [each.leave(own) for each, own in zip(divided, zip(*found, strict=True), strict=True)]
     y = join_chunks([post.forward(part) for post, part in zip(posts, ys, strict=True)])
     return block.drop(y, context, name)
+
+
+def _by_shard(
+    divided: Sequence[Divided],
+    xs: Sequence[Sequence[Tensor]],
+    whole_part: nn.Module,
+    context: Context,
+) -> list[list[Tensor]]:
+    """Return the outputs (n, D) of each shard and chunk, of a part that passes no states.
+
+    Args:
+        divided: of each chunk.
+        xs: tokens (n, D) of each chunk and shard.
+        whole_part: the part of the block.
+        context: of all chunks.
+    """
+    contexts, found = contexts_of_chunks(context), []
+    # Norms over all heads add up over the shards of each chunk before attention mixes the chunks.
+    attends = isinstance(divided[0].pieces[0], Attention)
+    heads = _heads(divided, xs, contexts) if attends else []
+    for shard, first in enumerate(divided[0].pieces):
+        pieces, own = [each.pieces[shard] for each in divided], [each[shard] for each in xs]
+        if isinstance(first, Attention):
+            found.append(_mixed(pieces, heads[shard], context))
+        elif isinstance(first, Experts):
+            experts = cast(Experts, whole_part)
+            found.append(experts.mix_chunks(pieces, own, contexts, context))
+        else:
+            each = zip(pieces, own, contexts, strict=True)
+            found.append([piece.forward(of_it, chunk) for piece, of_it, chunk in each])
+    return found
 
 
 def _heads(

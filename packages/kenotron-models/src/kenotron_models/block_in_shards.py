@@ -140,12 +140,13 @@ class PartInShards:
             again: whether what is cheap in the part is computed again in the backward.
             part: the part, or a copy with other values; None: the part.
         """
-        pieces, enter, leave, _ = self.divided(self._part if part is None else part)
+        pieces, enter, leave, inside = self.divided(self._part if part is None else part)
         more = {"norm": _same} if again else {}
         pairs = zip(pieces, enter(norm(x)), strict=True)
         if self._virtual[0].adds_inside:
+            assert inside is not None
             begun = [piece.begin(each, context, **more) for piece, each in pairs]
-            known = self._added_inside([each for each, _ in begun])
+            known = inside([each for each, _ in begun])
             found = [finish(each) for (_, finish), each in zip(begun, known, strict=True)]
         else:
             found = [piece(each, context, **more) for piece, each in pairs]
@@ -165,12 +166,12 @@ class PartInShards:
             return y if self._bias is None else y + given[self._bias]
 
         enter = partial(to_shards, count=self._count, axis=self._axis)
-        return Divided(pieces, enter, leave, self._added_inside)
+        return Divided(pieces, enter, leave, partial(self._added_inside, part))
 
-    def _added_inside(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what each virtual rank reads of the sum inside the part. Collective over tp."""
+    def _added_inside(self, part: Part, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what each virtual rank reads of the sum inside ``part``. Collective over tp."""
         total = from_shards(parts, self._axis)
-        return to_shards(self._part.of_sum(total, self._of_all), self._count, self._axis)
+        return to_shards(part.of_sum(total, self._of_all), self._count, self._axis)
 
     def _slices(self, parameter: Tensor, name: str) -> tuple[Tensor, ...]:
         """Values of a parameter for each virtual rank."""

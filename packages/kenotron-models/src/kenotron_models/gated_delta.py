@@ -7,7 +7,8 @@ of it; R pieces of rows of L tokens each; ``/t`` is divided by tp size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -21,12 +22,18 @@ from kenotron_dist import Roles, declare_roles
 from kenotron_dist.init import Initializer
 from kenotron_dist.placement import Chunk, Placements, Shard
 from kenotron_models.build import Build
-from kenotron_models.context import Context
 from kenotron_models.delta_rule import Delta, delta_rule, state_map
 from kenotron_models.norm import RMSNorm
 from kenotron_models.part import Normed
-from kenotron_models.recompute import between, whole
-from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.recompute import whole
+from kenotron_models.recurrent import (
+    Opened,
+    Recurrent,
+    Scan,
+    project,
+    sent_by_states,
+    state_dtype,
+)
 from kenotron_models.scan_kernels import ScanKernel, check_kernel, delta_rule_kernel
 from kenotron_models.selective_scan import Scanned
 from kenotron_models.short_convolution import ShortConvolution, convolution_init
@@ -142,27 +149,21 @@ class GatedDelta(Recurrent):
         self.roles: Roles = {"A_log": "state", "dt_bias": "state"}
         declare_roles(self.out_proj, weight="residual")
 
-    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
-        """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.
-
-        ``norm`` is applied to x first; then neither its result, nor the convolution's, nor the
-        gated output is kept for the backward.
-        """
-        batch, sequence = context.positions_BS.shape
-        again, spec = norm is not None, self.spec
-        made = project(self.in_proj, x, batch * sequence, norm).view(batch, sequence, -1)
+    def opened(self, x: Tensor, rows: Sequence[int], norm: Normed | None) -> Opened:
+        """See ``Recurrent``."""
+        spec = self.spec
+        made = project(self.in_proj, x, math.prod(rows), norm).view(*rows, -1)
         each = spec.value_heads // spec.key_heads
         sizes = (spec.key_dim, spec.key_dim, each * spec.value_dim, each * spec.value_dim)
         of_heads, steps = made.split((self.key_heads * sum(sizes), 2 * self.value_heads), -1)
         *qkv, z = of_heads.unflatten(-1, (self.key_heads, -1)).split(sizes, -1)
-        y = self.mix(torch.cat([x.flatten(2) for x in qkv], -1), context, steps, again=again)
+        return Opened(torch.cat([x.flatten(2) for x in qkv], -1), steps, z)
 
-        def gated(y: Tensor) -> Tensor:
-            scaled = self.norm(y.unflatten(-1, (self.value_heads, -1)))
-            scaled = scaled * F.silu(z.reshape(scaled.shape).to(_wide(y)))
-            return scaled.to(y.dtype).view(batch * sequence, -1)
-
-        return between(gated, y, self.out_proj) if again else self.out_proj(gated(y))
+    def gated(self, y: Tensor, gate: Tensor, means: Tensor | None) -> Tensor:
+        """See ``Recurrent``: y (T, H V / t), the gate by key head."""
+        scaled = self.norm(y.unflatten(-1, (self.value_heads, -1)))
+        scaled = scaled * F.silu(gate.reshape(scaled.shape).to(_wide(y)))
+        return scaled.to(y.dtype).flatten(-2)
 
     def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
         """Return the scan of convolved queries, keys and values (R, L, C/t).

@@ -6,7 +6,8 @@ channel's state, R rank of the steps, W width of the convolution; ``/t`` is divi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -24,8 +25,14 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.norm import NormSpec
 from kenotron_models.part import Normed
-from kenotron_models.recompute import between
-from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.recurrent import (
+    Opened,
+    Recurrent,
+    Scan,
+    project,
+    sent_by_states,
+    state_dtype,
+)
 from kenotron_models.scan_kernels import ScanKernel, check_kernel, selective_scan_kernel
 from kenotron_models.selective_scan import Constants, selective_scan
 from kenotron_models.short_convolution import ShortConvolution, convolution_init, local_size
@@ -159,26 +166,31 @@ class Mamba(Recurrent):
         self.roles: Roles = {"A_log": "state", "D": "state"}
         declare_roles(self.out_proj, weight="residual")
 
-    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
-        """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.
+    def opened(self, x: Tensor, rows: Sequence[int], norm: Normed | None) -> Opened:
+        """See ``Recurrent``."""
+        xz = project(self.in_proj, x, math.prod(rows), norm)
+        x, z = xz.view(*rows, -1).chunk(2, -1)
+        return Opened(x, None, z)
 
-        ``norm`` is applied to x first; then neither its result, nor the convolution's, nor the
-        gated output is kept for the backward. x may be wider than the weights.
-        """
-        batch, sequence = context.positions_BS.shape
-        xz = project(self.in_proj, x, batch * sequence, norm)
-        x, z = xz.view(batch, sequence, -1).chunk(2, -1)
-        y = self.mix(x, context, again=norm is not None).flatten(0, 1)
-
-        def gated(y: Tensor) -> Tensor:
-            return y * F.silu(z.flatten(0, 1))
-
-        return self.out_proj(gated(y)) if norm is None else between(gated, y, self.out_proj)
+    def gated(self, y: Tensor, gate: Tensor, means: Tensor | None) -> Tensor:
+        """See ``Recurrent``: (T, C/t) twice."""
+        return y * F.silu(gate)
 
     def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
-        """Return the selective scan of x (R, L, C/t). Collective over tp: the sum of ``x_proj``."""
-        made = self.of_sum(self.x_proj(x), self.axis.size)
-        return self._scan_with(x, copy_to(made, self.axis))  # each rank's channels use all of it
+        """Return the selective scan of x (R, L, C/t). Collective over tp: the sum of ``x_proj``.
+
+        With ``steps``, of rank R, B and C (R, L, R + 2 N), no rank sends anything.
+        """
+        if steps is None:
+            made = self.of_sum(self.x_proj(x), self.axis.size)
+            steps = copy_to(made, self.axis)  # each rank's channels use all of it
+        low, b, c = steps.split((self.spec.step_rank, self.spec.state, self.spec.state), -1)
+        constants = Constants(-torch.exp(self.A_log), self.D, self.dt_proj.bias)
+        return partial(selective_scan, x, self.dt_proj(low), b, c, constants)
+
+    def added_before(self, x: Tensor) -> Tensor | None:
+        """See ``Recurrent``: the product with ``x_proj``, (R, L, R + 2 N)."""
+        return self.x_proj(x)
 
     @property
     def adds_inside(self) -> bool:
@@ -193,14 +205,12 @@ class Mamba(Recurrent):
         Rows are whole, and there is no cache. What ``forward`` computes again of convolution and
         gate is kept.
         """
-        batch, sequence = context.positions_BS.shape
-        xz = project(self.in_proj, x, batch * sequence, norm)
-        x, z = xz.view(batch, sequence, -1).chunk(2, -1)
+        x, _, z = self.opened(x, context.positions_BS.shape, norm)
         x, goes_on = self.convolved(x, context)
 
         def output(made: Tensor) -> Tensor:
-            y = self._scan_with(x, made)(goes_on=goes_on).y
-            return self.out_proj((y.reshape(*x.shape[:2], -1) * F.silu(z)).flatten(0, 1))
+            y = self.scan(x, made)(goes_on=goes_on).y
+            return self.output(y.flatten(0, 1), z.flatten(0, 1), None)
 
         return self.x_proj(x), output
 
@@ -210,12 +220,6 @@ class Mamba(Recurrent):
             return total
         low, b, c = total.split((self.spec.step_rank, self.spec.state, self.spec.state), -1)
         return torch.cat([self.dt_norm(low), self.b_norm(b), self.c_norm(c)], -1)
-
-    def _scan_with(self, x: Tensor, made: Tensor) -> Scan:
-        """Return the selective scan of x (R, L, C/t) with the same steps, B and C on all ranks."""
-        low, b, c = made.split((self.spec.step_rank, self.spec.state, self.spec.state), -1)
-        constants = Constants(-torch.exp(self.A_log), self.D, self.dt_proj.bias)
-        return partial(selective_scan, x, self.dt_proj(low), b, c, constants)
 
     def whole_rows(self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None) -> Tensor:
         """Return outputs (R, L, ...) of x (R, L, C/t), by the kernel that was chosen.

@@ -7,7 +7,8 @@ tp size, where a group that several ranks share is whole on each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -23,8 +24,14 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.gated_norm import GatedGroupNorm
 from kenotron_models.part import Normed
-from kenotron_models.recompute import between
-from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.recurrent import (
+    Opened,
+    Recurrent,
+    Scan,
+    project,
+    sent_by_states,
+    state_dtype,
+)
 from kenotron_models.scan_kernels import ScanKernel, check_kernel, structured_scan_kernel
 from kenotron_models.selective_scan import Constants
 from kenotron_models.short_convolution import ShortConvolution, convolution_init
@@ -163,13 +170,13 @@ class Mamba2(Recurrent):
         self, x: Tensor, context: Context, *, norm: Normed | None = None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return sums of squares (T, G), and what makes the output of the means over all ranks."""
-        y, z = self._mixed(x, context, norm)
+        y, z = self.mixed(x, context, norm)
+        again = norm is not None
 
         def output(means: Tensor) -> Tensor:
-            normed = partial(self.norm, z=z, means=self.norm.own_group(means))
-            return self.out_proj(normed(y)) if norm is None else between(normed, y, self.out_proj)
+            return self.output(y, z, self.means(y, z, added=means), again=again)
 
-        return self.norm.sums(y, z, again=norm is not None), output
+        return self.norm.sums(y, z, again=again), output
 
     def of_sum(self, total: Tensor, ranks: int) -> Tensor:
         """Return the means of all groups (T, G), of their sums ``total`` (T, G)."""
@@ -181,26 +188,30 @@ class Mamba2(Recurrent):
         if self.norm.sharers > 1:
             self.norm.means = torch.compiler.disable(self.norm.means)
 
-    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
-        """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.
-
-        ``norm`` is applied to x first; then neither its result, nor the convolution's, nor the
-        gated output is kept for the backward. x may be wider than the weights.
-        """
-        again, (y, z) = norm is not None, self._mixed(x, context, norm)
-        # Means over tp are kept: what is computed again must not communicate.
-        normed = partial(self.norm, z=z, means=self.norm.means(y, z, again=again))
-        return between(normed, y, self.out_proj) if again else self.out_proj(normed(y))
-
-    def _mixed(self, x: Tensor, context: Context, norm: Normed | None) -> tuple[Tensor, Tensor]:
-        """Return what was scanned of tokens (T, D), and what gates it: (T, C/t) twice."""
-        batch, sequence = context.positions_BS.shape
+    def opened(self, x: Tensor, rows: Sequence[int], norm: Normed | None) -> Opened:
+        """See ``Recurrent``."""
         features = self.heads * self.spec.head_dim
-        made = project(self.in_proj, x, batch * sequence, norm).view(batch, sequence, -1)
+        made = project(self.in_proj, x, math.prod(rows), norm).view(*rows, -1)
         sizes = (features, made.shape[-1] - features - self.heads, self.heads)
         z, convolved, steps = made.split(sizes, -1)
-        y = self.mix(convolved, context, steps, again=norm is not None)
-        return y.flatten(0, 1), z.flatten(0, 1)
+        return Opened(convolved, steps, z)
+
+    def means(
+        self, y: Tensor, gate: Tensor, *, added: Tensor | None = None, again: bool = False
+    ) -> Tensor | None:
+        """See ``Recurrent``: of groups, (T, G/t). Collective over tp where ranks share one."""
+        if added is not None:
+            return self.norm.own_group(added)
+        return self.norm.means(y, gate, again=again)
+
+    def gated(self, y: Tensor, gate: Tensor, means: Tensor | None) -> Tensor:
+        """See ``Recurrent``: (T, C/t) twice."""
+        assert means is not None
+        return self.norm(y, gate, means)
+
+    def added_after(self, y: Tensor, gate: Tensor) -> Tensor | None:
+        """See ``Recurrent``: squares of groups that ranks share, (T, G)."""
+        return self.norm.sums(y, gate) if self.adds_inside else None
 
     def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
         """Return the scan of x, B and C (R, L, C/t) with steps (R, L, H/t)."""

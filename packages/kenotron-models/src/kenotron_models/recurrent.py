@@ -7,13 +7,13 @@ channels of the convolution; ``/t`` is divided by tp size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kenotron_cp import Cut
 from kenotron_models.build import Build
@@ -28,6 +28,17 @@ from kenotron_tp import ColumnParallelLinear
 
 Scan = Callable[..., Scanned]
 """Scan pieces, by ``first``, ``goes_on`` and ``real`` as those of ``selective_scan``."""
+
+
+class Opened(NamedTuple):
+    """Results of the first product of tokens."""
+
+    x: Tensor
+    """(B, S, C/t), to be convolved."""
+    steps: Tensor | None
+    """What else the scan reads (B, S, ...); None: it makes that of what was convolved."""
+    gate: Tensor
+    """(B, S, ...), read by ``gated``."""
 
 
 class Recurrent(Part, ABC):
@@ -50,6 +61,44 @@ class Recurrent(Part, ABC):
         super().__init__()
         self.conv, self.layer, self.separate_documents = convolution, layer, separate_documents
 
+    out_proj: nn.Module
+
+    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
+        """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.
+
+        ``norm`` is applied to x first; then neither its result, nor the convolution's, nor the
+        gated output is kept for the backward. x may be wider than the weights.
+        """
+        y, gate = self.mixed(x, context, norm)
+        # Means over tp are kept: what is computed again must not communicate.
+        means = self.means(y, gate, again=norm is not None)
+        return self.output(y, gate, means, again=norm is not None)
+
+    def mixed(self, x: Tensor, context: Context, norm: Normed | None) -> tuple[Tensor, Tensor]:
+        """Return what was scanned of tokens x (T, D), and what gates it: (T, ...) twice."""
+        x, steps, gate = self.opened(x, context.positions_BS.shape, norm)
+        y = self.mix(x, context, steps, again=norm is not None)
+        return y.flatten(0, 1), gate.flatten(0, 1)
+
+    def output(
+        self, y: Tensor, gate: Tensor, means: Tensor | None, *, again: bool = False
+    ) -> Tensor:
+        """Return (T, D) of what was scanned and what gates it, (T, ...) twice.
+
+        Args:
+            y: of the scan.
+            gate: as ``opened`` returns it.
+            means: as ``means`` returns them.
+            again: whether the gated output is computed again in the backward.
+        """
+        gated = partial(self.gated, gate=gate, means=means)
+        return between(gated, y, self.out_proj) if again else self.out_proj(gated(y))
+
+    @abstractmethod
+    def opened(self, x: Tensor, rows: Sequence[int], norm: Normed | None) -> Opened:
+        """Compute the first product of x (T, D) in ``rows``, B and S, normed before if it is."""
+        ...
+
     @abstractmethod
     def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
         """Return the scan of pieces: x (R, L, C/t), and steps (R, L, ...) where ``mix`` had some.
@@ -57,6 +106,36 @@ class Recurrent(Part, ABC):
         Collective over tp where the module says so.
         """
         ...
+
+    @abstractmethod
+    def gated(self, y: Tensor, gate: Tensor, means: Tensor | None) -> Tensor:
+        """Return the input (T, C/t) of the last product, of what was scanned (T, ...)."""
+        ...
+
+    def means(
+        self, y: Tensor, gate: Tensor, *, added: Tensor | None = None, again: bool = False
+    ) -> Tensor | None:
+        """Return what ``gated`` reads of all features, (T, ...); None: nothing.
+
+        Args:
+            y: of the scan.
+            gate: as ``opened`` returns it.
+            added: what ``of_sum`` makes of ``added_after``, (T, ...); None: it is added up here,
+                collective over tp where the module says so.
+            again: whether its inputs are computed again in the backward.
+        """
+        return None
+
+    def added_before(self, x: Tensor) -> Tensor | None:
+        """Return what ranks of tp add up for ``scan``, of convolved x (R, L, C/t); None: nothing.
+
+        ``scan`` gets what ``of_sum`` makes of it in place of steps.
+        """
+        return None
+
+    def added_after(self, y: Tensor, gate: Tensor) -> Tensor | None:
+        """Return what ranks of tp add up for ``means``; None: nothing. Its arguments are those."""
+        return None
 
     def decay(self, elapsed: Tensor) -> Tensor:
         """Return the factor of a state after steps that add up to ``elapsed``, (R, ...)."""
@@ -93,7 +172,7 @@ class Recurrent(Part, ABC):
         else:
             key = self.layer, "convolution"
             before = context.cache.tokens_before(key, x, width, context.padding_BS)
-        cut = partial(_pieces, count=1 if segments is None else segments.pieces)
+        cut = partial(pieces_of, count=1 if segments is None else segments.pieces)
         places = None if since is None else cut(since.expand(x.shape[:2]))
 
         def convolve(x: Tensor) -> Tensor:
@@ -160,8 +239,8 @@ class Recurrent(Part, ABC):
         return alone.state, decay
 
 
-def _pieces(x: Tensor, count: int) -> Tensor:
-    """(B, S, ...) -> (B count, S / count, ...)."""
+def pieces_of(x: Tensor, count: int) -> Tensor:
+    """Return the pieces of rows: (B, S, ...) -> (B count, S / count, ...)."""
     return x.unflatten(1, (count, -1)).flatten(0, 1)
 
 

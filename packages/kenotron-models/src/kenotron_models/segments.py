@@ -1,7 +1,7 @@
 """Pieces of rows that a recurrent mixer reads one after the other, and where documents begin.
 
 Shapes: B rows, S tokens of a row, n tokens of this rank, P pieces of a row on this rank (1, or 2 of
-a zig-zag cut) of L tokens each, n = P L.
+a zig-zag cut, for each virtual rank of it) of L tokens each, n = P L.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ class Segments:
     order: list[int]
     """Index of each piece of a row, from the first, among those of all ranks."""
     held: tuple[int, ...]
-    """Pieces of a row that this rank holds, from 0."""
+    """Pieces of a row that this rank holds, from 0, in the order of its tokens."""
 
 
 def segments_of(context: Context) -> Segments | None:
     """Return how the rows of a micro-batch are cut; None: this rank has whole rows."""
     if (cut := context.cut) is None:
         return None
-    made = Cut(cut.sequence, cut.axis.size, cut.layout)
+    made = Cut(cut.sequence, max(cut.virtual, cut.axis.size), cut.layout)
     of_ranks = [piece for rank in range(made.ranks) for piece in made.held(rank)]
     order = [of_ranks.index(piece) for piece in range(len(of_ranks))]
-    return Segments(cut.axis, made.per_rank, order, made.held(cut.axis.rank))
+    own = len(of_ranks) // cut.axis.size
+    held = tuple(of_ranks[own * cut.axis.rank :][:own])
+    return Segments(cut.axis, own, order, held)
 
 
 def tokens_since_start(context: Context, *, documents: bool) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Short causal convolution of each channel by itself, shared by all state-space mixers.
 
 Shapes: B rows, S tokens of a row, n tokens of this rank, P pieces of a row that follow other
-tokens (1, or 2 of a zig-zag cut) of L tokens each, n = P L; C channels, W width in tokens. ``/t``
+tokens (``segments``) of L tokens each, n = P L; C channels, W width in tokens. ``/t``
 is divided by tp size.
 """
 
@@ -124,13 +124,30 @@ def tokens_before(x: Tensor, width: int, segments: Segments | None) -> Tensor:
     if segments is None or width == 0:
         pieces = 1 if segments is None else segments.pieces
         return x.new_zeros(len(x) * pieces, width, x.shape[-1])
-    pieces = x.unflatten(1, (segments.pieces, -1))
-    kept = min(width, pieces.shape[2])  # of short pieces all: then several make up what is needed
-    ends = pieces[:, :, pieces.shape[2] - kept :].movedim(1, 0)  # (P, B, kept, C)
+    ends = ends_of(x.unflatten(1, (segments.pieces, -1)), width).movedim(1, 0)  # (P, B, kept, C)
     every = all_gather_from(ends.contiguous(), segments.axis)[segments.order]
+    return ends_before(every, width, segments.held).flatten(0, 1)
+
+
+def ends_of(pieces: Tensor, width: int) -> Tensor:
+    """Return the last tokens of pieces (..., L, C/t) that later ones need: ``width`` or fewer.
+
+    Of short pieces all: then several make up what is needed.
+    """
+    return pieces[..., max(pieces.shape[-2] - width, 0) :, :]
+
+
+def ends_before(every: Tensor, width: int, wanted: Sequence[int]) -> Tensor:
+    """Return the ``width`` tokens before some pieces of rows, (B, ``len(wanted)``, W - 1, C/t).
+
+    Args:
+        every: the ends of all pieces in order (N, B, kept, C/t), as ``ends_of`` returns them.
+        width: W - 1.
+        wanted: numbers of pieces.
+    """
+    kept = every.shape[2]
     row = F.pad(every.movedim(0, 1).flatten(1, 2), (0, 0, width, 0))  # (B, W - 1 + ..., C)
-    own = [row[:, chunk * kept : chunk * kept + width] for chunk in segments.held]
-    return torch.stack(own, 1).flatten(0, 1)
+    return torch.stack([row[:, piece * kept : piece * kept + width] for piece in wanted], 1)
 
 
 class _Convolve(torch.autograd.Function):
