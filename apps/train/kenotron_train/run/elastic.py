@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -127,6 +127,14 @@ def with_those_left(
         hooks = (Recovery(time.time(), restart, processes.waiting()),)
         about = f"{config.parallelism.described}{processes.described()}"
         warn(f"{restart.reason}; continuing with {processes.ranks}: {about}")
+
+
+def waiting(hooks: Sequence[LifeCycle], report: Report) -> int:
+    """Report why these ranks were started; return how many processes join at a checkpoint."""
+    recoveries = [hook for hook in hooks if isinstance(hook, Recovery)]
+    for each in recoveries:
+        report.say(each.restart.reason)
+    return sum(each.waiting for each in recoveries)
 
 
 def slow_ranks_of(config: Config, mesh: Mesh, times: RankTimes, report: Report) -> SlowRanks:

@@ -43,7 +43,7 @@ def admit(waiting: int, mesh: Mesh, report: Report, finish: Callable[[], bool]) 
 
 @dataclass(frozen=True)
 class Restart:
-    """Why ranks were started again."""
+    """Reason why ranks were started again."""
 
     reason: str
     losses: int

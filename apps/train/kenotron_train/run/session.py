@@ -29,7 +29,7 @@ from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.reproducible import check_conditions
-from kenotron_train.run.elastic import Recovery, slow_ranks_of
+from kenotron_train.run.elastic import slow_ranks_of, waiting
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.memory_copies import MemoryCopies
 from kenotron_train.run.memory_folder import memory_folder
@@ -119,8 +119,6 @@ def open_session(
         report.begin(progress.step + 1)  # the saver has locked the folder
         introduce(training, report, remark, cautions(config), ignored_keys(config))
         uploads.resumed(progress.step)
-        for hook in (recoveries := [each for each in hooks if isinstance(each, Recovery)]):
-            report.say(hook.restart.reason)
         feed = opened.enter_context(closing(StageLoader(training, report, loader, target_mask)))
         own = Evaluations(
             training, report, config.evaluation, own_model=model is not None, step=progress.step,
@@ -129,8 +127,7 @@ def open_session(
         yield Session(
             training, progress, feed, saver, copies, uploads, report, signals,
             Stopper(signals, deadline, bytes_of(training), mesh.world.size), watching, life, own,
-            slow_ranks_of(config, mesh, watching.rank_times, report),
-            sum(each.waiting for each in recoveries),
+            slow_ranks_of(config, mesh, watching.rank_times, report), waiting(hooks, report),
             not config.general.ignore_sanity_checks,
         )  # fmt: skip
 

@@ -81,9 +81,9 @@ def spawn(
     _check(config := MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
-    pipes: list[Connection] = []
+    pairs = [context.Pipe() for _ in range(config.world_size)]
+    pipes, ends = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
     processes: list[BaseProcess] = []
-    ends: list[Connection] = []
     handled = _signals_passed_on(processes, leaves) if forward else contextlib.nullcontext(_Done())
     with handled as done, tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
         call = pickled((fn, args), "the function or an argument")
@@ -91,12 +91,9 @@ def spawn(
             call, config, os.path.join(folder, "store"), timeout, meet, threads, device, backend,
             share_gpus, forward, debugging(), deterministic, secrets.token_hex(32),
         )  # fmt: skip
-        for rank in range(config.world_size):
-            ours, theirs = context.Pipe()
-            given = (rank, job, theirs)
+        for rank, end in enumerate(ends):
+            given = (rank, job, end)
             processes.append(context.Process(target=run_rank, args=given, daemon=True))
-            pipes.append(ours)
-            ends.append(theirs)
         try:
             _start(processes, ends)
             done.started = True
