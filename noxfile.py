@@ -209,6 +209,13 @@ def bench_elastic(session: nox.Session) -> None:
     session.run("python", "apps/train/benchmarks/run_goodput.py", *session.posargs)
 
 
+@nox.session(name="bench-copies", default=False)
+def bench_copies(session: nox.Session) -> None:
+    """Measure what a copy in memory after every step costs."""
+    install_tree(session, use=ALL, test=[])
+    session.run("python", "apps/train/benchmarks/run_memory_copies.py", *session.posargs)
+
+
 @nox.session(default=False)
 def train(session: nox.Session) -> None:
     """Train the embedded default, or what the arguments after `--` say."""

@@ -125,6 +125,7 @@ TAKE_A_CONFIG = {  # the doors: other files take sections of a config, or values
         "replay/replay.py",
         "run/dry_run.py",
         "run/elastic.py",
+        "run/replacements.py",
         "run/loop.py",
         "run/preview.py",
         "run/session.py",

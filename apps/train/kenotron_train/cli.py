@@ -112,7 +112,8 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
     try:
         ranks = arguments.ranks or visible_gpus() or None
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set, ranks)
-        _check_ranks(arguments.ranks, config)
+        for flag in ("ranks", "max_restarts"):
+            _check_processes(flag.replace("_", "-"), getattr(arguments, flag), config)
         folder = config.checkpoints.checkpoints_path
         before = latest_start(Path(folder))
         if arguments.check:
@@ -143,7 +144,7 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
             more = {"leaves": leaves, "threads": threads}
             return start_ranks(_train, config, limit, *given, hooks, **more)
 
-        stopped = with_those_left(begin, config, ranks)
+        stopped = with_those_left(begin, config, ranks, arguments.max_restarts)
     except KeyboardInterrupt:
         return interrupted()
     except (RankError, PeerLost, *USER_ERRORS) as error:
@@ -175,15 +176,18 @@ def _train(
         raise as_passing(error) from error
 
 
-def _check_ranks(ranks: int | None, config: Config) -> None:
-    """Refuse a number of processes that nothing follows, or that a launcher has decided."""
-    if ranks is None:
+def _check_processes(flag: str, value: int | None, config: Config) -> None:
+    """Refuse a flag of processes that nothing follows, or that a launcher decides."""
+    if value is None:
         return
     if launcher() != "none":
-        raise ValueError(f"--ranks {ranks}: a launcher has started the processes; leave it out")
+        raise ValueError(
+            f"--{flag} {value}: a launcher has started the processes; leave it out, or give it to "
+            "the launcher"
+        )
     if not config.parallelism.dp_auto:
         raise ValueError(
-            f"--ranks {ranks}: the config has {config.world_size} processes "
+            f"--{flag} {value}: the config has {config.world_size} processes "
             f"({config.parallelism.described}); leave it out, or set parallelism.dp=auto"
         )
 

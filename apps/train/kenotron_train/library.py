@@ -34,6 +34,7 @@ def train(
     time_limit: timedelta | None = None,
     threads: int | None = None,
     ranks: int | None = None,
+    max_restarts: int | None = None,
 ) -> Outcome:
     """Train as ``python apps/train`` does; what its last steps reported, and why it stopped, if so.
 
@@ -48,6 +49,8 @@ def train(
             cores).
         ranks: local processes that ``parallelism.dp: auto`` follows; a run whose process dies
             continues with those that are left.
+        max_restarts: processes that are started in place of lost ones, each at the next checkpoint
+            (default: ``MAX_RESTARTS``).
 
     Without a launcher local processes are started: then all of it must be picklable, the hooks are
     copies, and the program must keep its start under ``if __name__ == "__main__"``. Under one, end
@@ -62,7 +65,7 @@ def train(
         given = (loader, model, (*hooks, *more), deadline)
         return start_ranks(_train, config, stall_limit, *given, threads=threads)
 
-    return _start(begin, config, loader, ranks)
+    return _start(begin, config, loader, ranks, max_restarts)
 
 
 def replay_step(
@@ -93,6 +96,7 @@ def _start(
     config: Config | str | Path,
     loader: Hook | None,
     ranks: int | None = None,
+    max_restarts: int | None = None,
 ) -> T:
     """Do a piece of work on all ranks; a failure is recorded and sent to the launcher."""
     if not isinstance(config, Config):
@@ -101,7 +105,7 @@ def _start(
     folder = config.checkpoints.checkpoints_path
     before = latest_start(Path(folder))
     try:
-        return with_those_left(begin, config, ranks)
+        return with_those_left(begin, config, ranks, max_restarts)
     except Exception as error:
         if said := told(error, folder, before):
             error.add_note(said)

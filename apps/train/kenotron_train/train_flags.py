@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 
-from kenotron_command import count
+from kenotron_command import count, count_from_0
 from kenotron_train.called import add_version, called
 from kenotron_train.replay.replay import step_or_record
+from kenotron_train.run.replacements import MAX_RESTARTS
 from kenotron_train.run.stopping import STOPPED
 from kenotron_train.slurm.durations import seconds_of
 
@@ -111,6 +112,13 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="local processes that parallelism.dp: auto follows (default: a process a GPU, else "
         "those of one data rank)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=count_from_0,
+        metavar="K",
+        help="without a launcher and with parallelism.dp: auto: start at most K processes in place "
+        f"of lost ones, each at the next checkpoint (default: {MAX_RESTARTS}; 0: none)",
     )
     parser.add_argument(
         "--stall-limit",

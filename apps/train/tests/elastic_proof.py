@@ -2,7 +2,8 @@
 
 ``python apps/train/tests/elastic_proof.py --steps 300 --faults 20`` trains once undisturbed, and
 once with SIGKILL and SIGSTOP at random moments of steps, saves and loads. A rank that is lost is
-not replaced; when the last one is gone, the program starts all of them again. Compared are losses,
+not replaced (but with ``--max-restarts``); when the last one is gone, the program starts all of
+them again. Compared are losses,
 gradient norms and the samples of every step; no process, temporary file or copy in memory may be
 left. The exit status is 1 where anything differs.
 
@@ -257,6 +258,7 @@ def prove(
     ranks: int = 4,
     hosts: int = 1,
     stops: bool = True,
+    max_restarts: int = 0,
     **more: object,
 ) -> Proof:
     """Train on up to ``ranks``, disturbed, and compare with the undisturbed curve.
@@ -267,6 +269,7 @@ def prove(
         faults, seed, stops: see ``faults_of``.
         ranks: of every start.
         hosts: memories that these ranks have; divides their number.
+        max_restarts: processes of a start that are replaced.
         more: further keys of the config, with ``__`` for the dots.
     """
     steps = len(expected)
@@ -281,7 +284,8 @@ def prove(
         while True:
             fired, starts = len(fired_in(folder)), starts + 1
             try:
-                train(config, loader=data, hooks=[hook], ranks=ranks, threads=1, stall_limit=limit)
+                given = {"threads": 1, "stall_limit": limit, "max_restarts": max_restarts}
+                train(config, loader=data, hooks=[hook], ranks=ranks, **given)
                 break
             except RankError:
                 if len(fired_in(folder)) == fired:
@@ -393,6 +397,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after them")
     parser.add_argument("--kills-only", action="store_true", help="no SIGSTOP, which takes 15 s")
     parser.add_argument("--background", action="store_true", help="copies during the next step")
+    parser.add_argument("--max-restarts", type=int, default=0, help="processes that are replaced")
     parser.add_argument("--reproducible", action="store_true", help="compare bits")
     given = parser.parse_args()
     more = REPRODUCIBLE if given.reproducible else {}
@@ -406,6 +411,7 @@ def main() -> int:
             if time.monotonic() > end:
                 break
             what = {"seed": seed, "faults": given.faults, "stops": not given.kills_only}
+            what["max_restarts"] = given.max_restarts
             where = Path(folder) / str(seed)
             proof = prove(where, expected, ranks=given.ranks, hosts=given.hosts, **what, **more)
             proofs.append(proof)

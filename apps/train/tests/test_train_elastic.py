@@ -68,11 +68,17 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 
 
 def trained(
-    folder: Path, ranks: int, plan: Sequence[tuple[int, int, int, signal.Signals]] = (), **more: Any
+    folder: Path,
+    ranks: int,
+    plan: Sequence[tuple[int, int, int, signal.Signals]] = (),
+    hooks: Sequence[LifeCycle] = (),
+    max_restarts: int = 0,
+    **more: Any,
 ) -> list[dict[str, Any]]:
+    """Train, and return the curve; lost processes are not replaced by default."""
     config = config_of(folder, **more)(ranks)
-    limit = timedelta(seconds=6)
-    train(config, hooks=[Dies(plan)], ranks=ranks, stall_limit=limit, threads=1)
+    given = {"stall_limit": timedelta(seconds=6), "max_restarts": max_restarts, "threads": 1}
+    train(config, hooks=[Dies(plan), *hooks], ranks=ranks, **given)
     return curve(folder)
 
 
@@ -106,7 +112,7 @@ def recoveries(found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def test_ranks_are_killed_one_after_another(
     tmp_path: Path, undisturbed: Callable, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    plan = [(6, 4, 1, signal.SIGKILL), (9, 3, 0, signal.SIGKILL), (15, 2, 1, signal.SIGSTOP)]
+    plan = [(6, 4, 1, signal.SIGKILL), (9, 3, 0, signal.SIGKILL), (15, 2, 0, signal.SIGSTOP)]
     begun = time.monotonic()
     found = trained(tmp_path, 4, plan)
     took = time.monotonic() - begun
@@ -179,7 +185,7 @@ class OldWeights(LifeCycle):
 def test_a_rank_that_joins_with_old_weights_ends_the_run(tmp_path: Path) -> None:
     trained(tmp_path, 1, tokens__train_steps=4)
     with pytest.raises(RankError, match=r"must be equal over dp_cp .* differ.*\(on rank 1\): were"):
-        train(config_of(tmp_path)(3), hooks=[OldWeights()], ranks=3, threads=1)
+        trained(tmp_path, 3, hooks=[OldWeights()])
     assert len(curve(tmp_path)) == 4  # no step was made
 
 
@@ -195,6 +201,8 @@ def test_a_fixed_dp_is_not_shrunk(tmp_path: Path) -> None:
         (("--ranks", "2"), "--ranks 2: the config has 1 processes (pp 1 x dp 1 x tp 1); leave it"),
         (("--ranks", "2", "--set", "parallelism.dp=auto"), "dp: auto was given; then the batch"),
         (("--ranks", "0"), "--ranks: "),
+        (("--max-restarts", "2"), "--max-restarts 2: the config has 1 processes (pp 1 x dp 1 x"),
+        (("--max-restarts", "-1"), "--max-restarts: '-1' is no whole number from 0"),
     ],
 )
 def test_flags_that_do_not_fit_are_named(

@@ -13,16 +13,17 @@ from elastic_proof import BATCH, REPRODUCIBLE, departures, prove, undisturbed
 
 
 @pytest.mark.parametrize(
-    ("steps", "faults", "hosts", "more"),
-    [(60, 4, 2, {}), (30, 3, 1, REPRODUCIBLE)],
-    ids=["plain", "reproducible"],
+    ("steps", "faults", "hosts", "replaced", "more"),
+    [(60, 4, 2, 0, {}), (30, 3, 1, 0, REPRODUCIBLE), (40, 4, 1, 9, REPRODUCIBLE)],
+    ids=["plain", "reproducible", "replaced"],
 )
 def test_a_run_outlives_its_ranks(
-    steps: int, faults: int, hosts: int, more: dict[str, Any], tmp_path: Path
+    steps: int, faults: int, hosts: int, replaced: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """The whole proof is ``nox -s elastic-proof``."""
     expected = undisturbed(tmp_path / "one", steps, **more)
-    proof = prove(tmp_path / "many", expected, faults=faults, hosts=hosts, seed=3, **more)
+    what = {"faults": faults, "hosts": hosts, "max_restarts": replaced, "seed": 3}
+    proof = prove(tmp_path / "many", expected, **what, **more)
     assert not proof.problems, "\n".join(proof.problems)
     assert proof.lost == 0 and sum(proof.fired.values()) == faults
     assert sum(map(len, proof.recoveries.values())) >= faults - 1  # two may follow at once

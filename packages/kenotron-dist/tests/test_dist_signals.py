@@ -214,6 +214,30 @@ def test_a_process_that_leaves_ignores_requests_for_an_end(word: str, code: int,
     assert done.stdout == ("done\nleft\n" if code == 0 else "done\n")
 
 
+STARTING = """
+from kenotron_dist import MeshConfig, start
+
+def work(mesh):
+    raise AssertionError("the ranks did not start")
+
+if __name__ == "__main__":
+    start(work, config=MeshConfig(tp=2))
+"""
+
+
+def test_a_program_that_is_asked_to_end_while_its_ranks_start_leaves_nothing(tmp_path) -> None:
+    """The first rank waits for seconds until torch is loaded."""
+    (tmp_path / "program.py").write_text(STARTING)
+    (tmp_path / "tmp").mkdir()
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TMPDIR": f"{tmp_path}/tmp"}
+    command = [sys.executable, "program.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | paths) as process:
+        assert until(lambda: any((tmp_path / "tmp").glob("kenotron-*")), 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not [*(tmp_path / "tmp").glob("kenotron-*")]
+
+
 def test_handlers_are_back_unless_the_work_is_finished() -> None:
     before = [signal.getsignal(each) for each in STOPS]
     try:

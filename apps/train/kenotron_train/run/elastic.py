@@ -1,21 +1,21 @@
 """A run that continues with the processes that are left (``parallelism.dp: auto``).
 
-Without a launcher this program starts the ranks, and starts fewer when one dies. Under a launcher
-that starts the job again, dp follows the processes of the new start.
+Without a launcher this program starts the ranks, starts fewer when one dies, and all of them again
+at the next checkpoint. Under a launcher that starts the job again, dp follows the processes of the
+new start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kenotron_config import Config, for_processes
-from kenotron_dist import STALLED, Mesh, RankError, broadcast_object
+from kenotron_config import Config
+from kenotron_dist import Mesh, RankError, broadcast_object
 from kenotron_dist.launch import launcher, local_ranks, restarts
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
@@ -25,8 +25,9 @@ from kenotron_train.log.printing import say, warn
 from kenotron_train.log.rank_times import RankTimes
 from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
+from kenotron_train.run.replacements import MAX_RESTARTS, Processes, Restart, too_few
 from kenotron_train.run.set_back import SetBack
-from kenotron_train.run.slow_ranks import SlowRank, SlowRanks
+from kenotron_train.run.slow_ranks import SlowRanks
 from kenotron_train.run.torchrun_agent import end_agent, why_host_stays
 
 T = TypeVar("T")
@@ -35,12 +36,19 @@ T = TypeVar("T")
 class Recovery(LifeCycle):
     """Measures the seconds from the end of the former ranks to the next step, and what is lost."""
 
-    def __init__(self, ended: float | None = None) -> None:
-        """``ended``: of ``time.time``, when the former ranks had ended.
+    def __init__(
+        self, ended: float | None = None, restart: Restart | None = None, waiting: int = 0
+    ) -> None:
+        """Begin to measure.
 
-        None: the last time that they wrote to metrics.jsonl, after their last step.
+        Args:
+            ended: of ``time.time``, when the former ranks had ended. None: the last time that they
+                wrote to metrics.jsonl, after their last step.
+            restart: why they ended; None: a launcher started these, after a loss.
+            waiting: processes that join once these ranks have made a checkpoint.
         """
         self._ended, self._times, self._before = ended, list[float](), list[dict]()
+        self.restart, self.waiting = restart or Restart("", losses=1), waiting
 
     def pre_init(self, config: Config, mesh: Mesh) -> None:
         """The ranks have met; lines of metrics.jsonl are still those of the former ranks."""
@@ -68,12 +76,14 @@ class Recovery(LifeCycle):
         lost = sum(each.get("step_time_s") or 0.0 for each in undone)
         lost += sum(each[name] for each in former for name in RECOVERY_SECONDS)
         result.figures[RECOVERY] = {
-            "losses": 1 + sum(each["losses"] for each in former),
+            "losses": self.restart.losses + sum(each["losses"] for each in former),
+            "joined": self.restart.joined + sum(each.get("joined", 0) for each in former),
             "ranks": training.mesh.config.world_size,
             "lost_steps": len(undone) + sum(each["lost_steps"] for each in former),
             "lost_s": lost,
             "meeting_s": met,
             "loading_s": loaded,
+            "reason": self.restart.reason,
         }
         if training.mesh.rank == 0:
             say(
@@ -87,35 +97,44 @@ def with_those_left(
     start: Callable[[Config, tuple[LifeCycle, ...]], T],
     config: Config,
     ranks: int | None,
+    max_restarts: int | None = None,
 ) -> T:
-    """Start a run, and again with one process less after each that dies.
+    """Start a run; with one process less after each that dies; with a new one at a checkpoint.
 
     Args:
         start: runs a config on its ranks, with further hooks.
         config: that of ``ranks`` processes.
         ranks: processes to begin with (None: those of the config).
+        max_restarts: processes that are started in place of lost ones, in all; None:
+            ``MAX_RESTARTS``.
 
     Raises:
-        RankError: a rank failed by itself, or too few processes are left.
+        RankError: a rank failed by itself, too few processes are left, or a signal had asked for
+            an end.
     """
     begun = SetBack(config.checkpoints)
     hooks: tuple[LifeCycle, ...] = (Recovery(),) if restarts() else ()
-    ranks = ranks or config.world_size
+    limit = MAX_RESTARTS if max_restarts is None else max_restarts
+    processes = Processes(config, ranks or config.world_size, limit)
     while True:
         try:
             return start(config, hooks)
         except RankError as error:
-            if not config.parallelism.dp_auto or launcher() != "none" or not _is_lost(error):
+            if not config.parallelism.dp_auto or launcher() != "none":
                 raise
-            hooks, ranks = (Recovery(time.time()),), ranks - 1
-            try:
-                config = for_processes(config, ranks)
-            except ValueError as problem:
-                error.add_note(f"{ranks} processes are left, which are too few: {problem}")
-                raise error from None
-            config = replace(config, checkpoints=begun.after_a_loss(config.checkpoints))
-            said = error.reason if error.kind == SlowRank.__name__ else error
-            warn(f"{said}; continuing with {ranks}: {config.parallelism.described}")
+            restart = processes.after(error)
+        config = processes.config(begun.after_a_loss(config.checkpoints))
+        hooks = (Recovery(time.time(), restart, processes.waiting()),)
+        about = f"{config.parallelism.described}{processes.described()}"
+        warn(f"{restart.reason}; continuing with {processes.ranks}: {about}")
+
+
+def waiting(hooks: Sequence[LifeCycle], report: Report) -> int:
+    """Report why these ranks were started; return how many processes join at a checkpoint."""
+    recoveries = [hook for hook in hooks if isinstance(hook, Recovery)]
+    for each in recoveries:
+        report.say(each.restart.reason)
+    return sum(each.waiting for each in recoveries)
 
 
 def slow_ranks_of(config: Config, mesh: Mesh, times: RankTimes, report: Report) -> SlowRanks:
@@ -135,25 +154,9 @@ def _needs_rank(config: Config, mesh: Mesh, rank: int) -> str:
     Empty where it can. Collective over the mesh under a launcher: the rank itself finds out.
     """
     if launcher() == "none":
-        return _too_few(config, config.world_size - 1)
+        return too_few(config, config.world_size - 1)
 
     def find() -> str:
-        return why_host_stays() or _too_few(config, config.world_size - local_ranks(1))
+        return why_host_stays() or too_few(config, config.world_size - local_ranks(1))
 
     return broadcast_object(find() if rank == mesh.rank else "", mesh.world, rank)
-
-
-def _too_few(config: Config, ranks: int) -> str:
-    """Return why a number of processes is too small; empty: it is not."""
-    try:
-        for_processes(config, ranks)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _is_lost(error: RankError) -> bool:
-    """Return whether a process has died, hangs or is slow, which others may outlive."""
-    if error.kind == SlowRank.__name__:
-        return True
-    return error.kind == "killed" or (error.kind == "exited" and error.code == STALLED)

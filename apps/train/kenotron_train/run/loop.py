@@ -25,6 +25,7 @@ from kenotron_train.progress import Progress
 from kenotron_train.run.domain_weights import write_weights
 from kenotron_train.run.host_memory import give_back_free_memory
 from kenotron_train.run.recovery import go_back, goes_back, record, recorded
+from kenotron_train.run.replacements import admit
 from kenotron_train.run.sample import show_sample
 from kenotron_train.run.sanity import check_batch, check_state
 from kenotron_train.run.saving import check_saved, save_run
@@ -195,6 +196,8 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
         _say_saved(run)
         run.uploads.say()
         run.slow.check(partial(_save_now, run, progress, saves))
+        if (saves or run.copies.is_due(step)) and not stopper.reason and step < last:
+            admit(run.waiting, training.mesh, report, partial(_finish_save, run, step, saves))
         if training.mesh.device.type == "cpu":
             give_back_free_memory(step)
     if stopper.reason and not _is_due(checkpoints, progress.step, last):
@@ -242,6 +245,15 @@ def _save_now(run: Session, progress: Progress, is_saved: bool) -> None:
     if not is_saved:
         _save(run, progress)
     run.saver.finish()
+
+
+def _finish_save(run: Session, step: int, is_saved: bool) -> bool:
+    """Wait for the checkpoint of a step, or its copy in memory; return whether it is there."""
+    if not is_saved:
+        return run.copies.finish(step)
+    run.saver.finish()
+    _say_saved(run)
+    return step not in run.failed
 
 
 def _return(run: Session, progress: Progress, found: NonFinite) -> Progress:

@@ -46,6 +46,7 @@ class MemoryCopies:
         self._training, self._report = training, report
         self._every = section.memory_every or 0
         self._saver: Saver | HostSaver | None = None
+        self._latest = 0
         if memory is None:
             return
         _check_room(memory, training)
@@ -74,10 +75,22 @@ class MemoryCopies:
         if self._saver is not None:
             self._saver.wait()
 
+    def finish(self, step: int) -> bool:
+        """Wait for the copy under way; return whether the latest one is that of ``step``.
+
+        Collective over the mesh.
+        """
+        if self._saver is not None:
+            self._saver.finish()
+        self.say()
+        return self._latest == step
+
     def say(self) -> None:
         """Warn of each copy that failed."""
         for done in self._saver.reports() if self._saver is not None else ():
-            if done.failure:
+            if not done.failure:
+                self._latest = done.step
+            else:
                 self._report.say(f"no copy in memory: {done}", "warning")
             if done.follow_up:
                 self._report.say(

@@ -19,9 +19,9 @@ from kenotron_ckpt import (
     hosts_of,
     is_url,
     latest_step,
+    newest_save,
     on_each,
     on_first,
-    read_manifest,
     replace_text,
 )
 from kenotron_dist import Mesh
@@ -47,7 +47,7 @@ class MemoryFolder:
         """
         if self.hosts is not None:
             return self.hosts.newest()
-        found = on_first(mesh, lambda: _newest(self.path))
+        found = on_first(mesh, lambda: newest_save(self.path))
         return (tuple(found) if found else None), ""
 
 
@@ -101,7 +101,7 @@ def newer_in_memory(
     """
     if copy is None:
         return False, ""
-    if given is None or not is_own(checkpoints, url, given) or (own := _newest(given)) is None:
+    if given is None or not is_own(checkpoints, url, given) or (own := newest_save(given)) is None:
         return True, ""
     if copy > own or copy[1] <= own[1]:
         return copy > own, ""
@@ -109,15 +109,6 @@ def newer_in_memory(
         f"; passed over {memory}: generation {copy[0]} made its copy of step {copy[1]}, and "
         f"generation {own[0]} has saved step {own[1]} since"
     )
-
-
-def _newest(place: str | Path) -> tuple[int, int] | None:
-    """Return generation and step of the checkpoint to resume from; None where there is none."""
-    try:
-        found = read_manifest(place)
-    except ValueError:
-        return None
-    return found.generation, found.step
 
 
 def is_own(checkpoints: CheckpointsConfig, url: str | None, given: str) -> bool:

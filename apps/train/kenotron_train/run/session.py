@@ -29,7 +29,7 @@ from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.reproducible import check_conditions
-from kenotron_train.run.elastic import slow_ranks_of
+from kenotron_train.run.elastic import slow_ranks_of, waiting
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.memory_copies import MemoryCopies
 from kenotron_train.run.memory_folder import memory_folder
@@ -61,6 +61,8 @@ class Session:
     life: LifeCycle
     evaluations: Evaluations
     slow: SlowRanks
+    waiting: int
+    """Processes that join at the next checkpoint."""
     checked: bool
     """True: batches are checked before steps, and the state after them."""
     failed: dict[int, str] = field(default_factory=dict)
@@ -125,7 +127,7 @@ def open_session(
         yield Session(
             training, progress, feed, saver, copies, uploads, report, signals,
             Stopper(signals, deadline, bytes_of(training), mesh.world.size), watching, life, own,
-            slow_ranks_of(config, mesh, watching.rank_times, report),
+            slow_ranks_of(config, mesh, watching.rank_times, report), waiting(hooks, report),
             not config.general.ignore_sanity_checks,
         )  # fmt: skip
 

@@ -10,15 +10,15 @@ from kenotron_ckpt import (
     SUPERSEDED,
     CheckpointsConfig,
     Generation,
+    Manifest,
     S3UploadConfig,
     Store,
     UploadReport,
-    defect,
+    complete_manifest,
     is_url,
-    manifest_at,
+    newest_save,
     on_first,
     on_first_at_length,
-    read_manifest,
     start_uploader,
     steps_in,
 )
@@ -147,7 +147,7 @@ def place_to_resume(
     is_own = not is_url(given) and Path(given) == folder
     if not is_own and given.rstrip("/") != url:
         return given
-    newest = on_first(mesh, lambda: _newest_at(url))
+    newest = on_first(mesh, lambda: newest_save(url))
     return str(folder) if newest is None or (is_own and newest <= _newest_in(folder)) else url
 
 
@@ -166,17 +166,8 @@ def _goes_on(checkpoints: CheckpointsConfig, section: S3UploadConfig | None) -> 
     return Path(folder) in (Path(given), Path(given).parent)
 
 
-def _newest_at(url: str) -> list[int] | None:
-    """Generation and step of the checkpoint that a URL has to resume from. Raises RemoteError."""
-    try:
-        found = read_manifest(url)
-    except ValueError:
-        return None
-    return [found.generation, found.step]
-
-
 def _newest_in(folder: Path) -> list[int]:
     """The highest generation and step of a complete checkpoint in a run folder; else [-1, -1]."""
-    steps = [folder / str(step) for step in (steps_in(folder) if folder.is_dir() else [])]
-    whole = [manifest_at(each) for each in steps if defect(each) is None]
-    return max(([each.generation, each.step] for each in whole), default=[-1, -1])
+    steps = steps_in(folder) if folder.is_dir() else []
+    held = [complete_manifest(folder / str(step)) for step in steps]
+    return max(([m.generation, m.step] for m in held if isinstance(m, Manifest)), default=[-1, -1])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from kenotron_ckpt.compare import differences
-from kenotron_ckpt.folder import preferred, read_manifest
+from kenotron_ckpt.folder import read_manifest, resolve_step
 from kenotron_ckpt.inspection import describe, render
 from kenotron_ckpt.verification import verify_steps
 from kenotron_command import BAD_INPUT, called, framed, printable
@@ -51,7 +51,7 @@ def verify(chosen: argparse.Namespace) -> int:
 
 def diff(chosen: argparse.Namespace) -> int:
     """Print what differs between two checkpoints."""
-    _print(f"A: {preferred(chosen.a)}\nB: {preferred(chosen.b)}")
+    _print(f"A: {resolve_step(chosen.a)}\nB: {resolve_step(chosen.b)}")
     found = 0
     for sentence in differences(chosen.a, chosen.b):
         found += 1

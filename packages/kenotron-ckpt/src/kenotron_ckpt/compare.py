@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.folder import manifest_at, preferred
+from kenotron_ckpt.folder import preferred
 from kenotron_ckpt.index import Manifest
 from kenotron_ckpt.reader import read_record
 from kenotron_ckpt.store import Location, Store
@@ -49,8 +49,7 @@ def differences(a: Location, b: Location) -> Iterator[str]:
         ValueError: there is no checkpoint.
         OSError: a file cannot be read.
     """
-    folders = preferred(a), preferred(b)
-    first, second = map(manifest_at, folders)
+    folders, (first, second) = zip(preferred(a), preferred(b), strict=True)
     if first.step != second.step:
         yield f"step: {first.step} in A, {second.step} in B"
     for name in sorted({*first.records, *second.records}):

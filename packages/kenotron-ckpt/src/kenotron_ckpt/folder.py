@@ -42,7 +42,16 @@ _TRANSFORMERS = (
 
 def read_manifest(path: Location) -> Manifest:
     """The manifest at ``path``, as ``preferred`` finds it, whose ValueError it raises."""
-    return manifest_at(preferred(path))
+    return preferred(path)[1]
+
+
+def newest_save(path: Location) -> tuple[int, int] | None:
+    """Generation and step of ``read_manifest``; None where there is none. Raises RemoteError."""
+    try:
+        found = read_manifest(path)
+    except ValueError:
+        return None
+    return found.generation, found.step
 
 
 def manifest_at(step_folder: Location) -> Manifest:
@@ -63,11 +72,11 @@ def manifest_text(store: Store) -> str:
 
 def resolve_step(path: Location) -> Path | str:
     """Path or URL of the step folder that ``preferred`` finds, whose ValueError it raises."""
-    store = preferred(path)
+    store, _ = preferred(path)
     return store.path if isinstance(store, LocalStore) else str(store)
 
 
-def preferred(path: Location) -> Store:
+def preferred(path: Location) -> tuple[Store, Manifest]:
     """The step folder that ``path`` means: itself, or the first complete one of a run folder.
 
     Complete means that the manifest is valid and every file has its length; bytes are not read.
@@ -78,10 +87,10 @@ def preferred(path: Location) -> Store:
     found = step_names(store)
     faults = []
     for name in found:
-        fault = defect(store.at(name))
-        if fault is None:
-            return store.at(name)
-        faults.append(fault)
+        held = complete_manifest(store.at(name))
+        if isinstance(held, Manifest):
+            return store.at(name), held
+        faults.append(held)
     if found == [""]:
         raise ValueError(f"the checkpoint at {path} cannot be read: {faults[0]}")
     lines = [f"{name}: {fault}" for name, fault in zip(found, faults, strict=True)]
@@ -172,14 +181,20 @@ def latest_named(folder: Location) -> int | None:
         return None
 
 
-def defect(step_folder: Location, manifest: Manifest | None = None) -> str | None:
-    """Return why a step folder is not a complete checkpoint, None when it is; its manifest if read.
+def defect(step_folder: Location) -> str | None:
+    """Return why a step folder is not a complete checkpoint, None when it is; see below."""
+    found = complete_manifest(step_folder)
+    return found if isinstance(found, str) else None
+
+
+def complete_manifest(step_folder: Location) -> Manifest | str:
+    """Return the manifest of a complete checkpoint, or why a step folder is none.
 
     Raises RemoteError when a remote store fails.
     """
     store = store_at(step_folder)
     try:
-        manifest = manifest or manifest_at(store)
+        manifest = manifest_at(store)
         there = store.listing()
     except FileNotFoundError as error:
         if error.strerror == LINK:
@@ -198,7 +213,7 @@ def defect(step_folder: Location, manifest: Manifest | None = None) -> str | Non
             return f"{name} is missing"
         if size != entry.bytes:
             return f"{name} is {size} bytes long, but {MANIFEST} says {entry.bytes}"
-    return None
+    return manifest
 
 
 def _half_written(store: Store) -> str:

@@ -14,8 +14,8 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from kenotron_ckpt.folder import read_manifest
-from kenotron_ckpt.store import Store
+from kenotron_ckpt.folder import newest_save
+from kenotron_ckpt.store import Location, Store
 
 SUPERSEDED = "has been taken over by a later start of the run"
 """Part of the message of every save that is refused because a later start writes to the folder."""
@@ -78,26 +78,23 @@ def next_generation(path: Path, handle: int, above: int = 0) -> Generation:
             newest checkpoint does.
         above: number of a start of the run that used another folder.
     """
-    found = _named(os.pread(handle, 4096, 0))
-    number = found[0] if found else 0
-    if found is None:
-        with contextlib.suppress(OSError, ValueError):
-            number = read_manifest(path.parent).generation
+    text, number = os.pread(handle, 4096, 0), 0
+    with contextlib.suppress(OSError):
+        number = _latest_start(text, path.parent)
     return Generation(path, max(number, above) + 1, secrets.token_hex(8))
 
 
 def start_in(store: Store, name: str) -> int:
     """Return the number of the latest start that wrote to a remote run folder; 0: none is known.
 
-    ``name``: of the file that says so, else the newest checkpoint does. Raises RemoteError.
+    ``name``: of its lock file. Raises RemoteError.
     """
-    found = _named(_read(store, name))
-    if found is not None:
-        return found[0]
-    try:
-        return read_manifest(store).generation
-    except ValueError:
-        return 0
+    return _latest_start(_read(store, name), store)
+
+
+def _latest_start(text: bytes, run: Location) -> int:
+    """Return the number in a lock file; where it names no start, that of the newest checkpoint."""
+    return (_named(text) or newest_save(run) or (0,))[0]
 
 
 def _read(store: Store, name: str) -> bytes:

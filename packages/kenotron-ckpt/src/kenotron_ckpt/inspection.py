@@ -16,7 +16,6 @@ from kenotron_ckpt.folder import (
     is_verified,
     latest_named,
     latest_step,
-    manifest_at,
     preferred,
     steps_in,
 )
@@ -38,8 +37,7 @@ def describe(path: Location) -> dict[str, Any]:
         ValueError: there is no checkpoint.
     """
     given = store_at(path)
-    folder = preferred(given)
-    manifest = manifest_at(folder)
+    folder, manifest = preferred(given)
     records = [_row(name, record) for name, record in manifest.records.items()]
     totals: dict[str, dict[str, int]] = {}
     for row in records:

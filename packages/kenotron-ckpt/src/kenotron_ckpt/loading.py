@@ -11,6 +11,7 @@ from kenotron_ckpt.checksums import manifest_faults
 from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.folder import (
     LATEST,
+    complete_manifest,
     defect,
     manifest_at,
     points_nowhere,
@@ -124,8 +125,7 @@ def verify_files(path: Location) -> list[str]:
 
     Raises ValueError when there is no checkpoint (see ``preferred``). One process reads all.
     """
-    store = preferred(path)
-    return manifest_faults(store, manifest_at(store))
+    return manifest_faults(*preferred(path))
 
 
 def _opened(store: Store, mesh: Mesh) -> tuple[Checkpoint | None, str]:
@@ -133,11 +133,11 @@ def _opened(store: Store, mesh: Mesh) -> tuple[Checkpoint | None, str]:
     held: list[Manifest] = []
 
     def examine() -> str:
-        try:
-            held.append(manifest_at(store))
-        except (OSError, ValueError):
-            return defect(store) or ""
-        return defect(store, held[0]) or ""
+        found = complete_manifest(store)
+        if isinstance(found, str):
+            return found
+        held.append(found)
+        return ""
 
     fault = on_first(mesh, examine)
     if fault:

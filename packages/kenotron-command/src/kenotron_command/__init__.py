@@ -2,7 +2,7 @@
 
 from kenotron_command.command import main
 from kenotron_command.config_flags import add_config_flags
-from kenotron_command.count import count
+from kenotron_command.count import count, count_from_0
 from kenotron_command.figures import or_null, short, with_nulls
 from kenotron_command.frame import (
     BAD_INPUT,
@@ -21,6 +21,7 @@ __all__ = [
     "short",
     "or_null",
     "count",
+    "count_from_0",
     "add_config_flags",
     "BAD_INPUT",
     "FAILED",

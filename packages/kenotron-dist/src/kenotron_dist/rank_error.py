@@ -25,6 +25,8 @@ class RankError(RuntimeError):
         """The rank's traceback; empty when it died without one."""
         self.code = code
         """Exit code for a program that gives up because of this."""
+        self.signal = 0
+        """Signal that asked for an end, and was passed on to the ranks before; 0: none."""
         self._bases = bases
         if trace:
             self.add_note(f"On rank {rank}: {trace}")

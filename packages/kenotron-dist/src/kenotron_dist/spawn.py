@@ -16,7 +16,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -80,26 +81,26 @@ def spawn(
     _check(config := MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
-    with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
+    pairs = [context.Pipe() for _ in range(config.world_size)]
+    pipes, ends = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
+    processes: list[BaseProcess] = []
+    handled = _signals_passed_on(processes, leaves) if forward else contextlib.nullcontext(_Done())
+    with handled as done, tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
         call = pickled((fn, args), "the function or an argument")
         job = LocalJob(
             call, config, os.path.join(folder, "store"), timeout, meet, threads, device, backend,
             share_gpus, forward, debugging(), deterministic, secrets.token_hex(32),
         )  # fmt: skip
-        pipes: list[Connection] = []
-        processes: list[BaseProcess] = []
-        ends: list[Connection] = []
-        for rank in range(config.world_size):
-            ours, theirs = context.Pipe()
-            given = (rank, job, theirs)
+        for rank, end in enumerate(ends):
+            given = (rank, job, end)
             processes.append(context.Process(target=run_rank, args=given, daemon=True))
-            pipes.append(ours)
-            ends.append(theirs)
         try:
             _start(processes, ends)
-            return _collect_and_forward(pipes, processes, leaves, forward)
+            done.started = True
+            done.results = _collect(pipes, processes)
         finally:
             _end(pipes, processes)
+    return done.results
 
 
 def _start(processes: Sequence[BaseProcess], ends: Sequence[Connection]) -> None:
@@ -148,36 +149,51 @@ def _check(config: MeshConfig) -> None:
         )
 
 
-def _collect_and_forward(
-    pipes: list[Connection], processes: list[BaseProcess], leaves: bool, forward: bool
-) -> list[Any]:
-    """``_collect`` while signals go to the ranks if asked; then they are ignored if ``leaves``.
+@dataclass
+class _Done:
+    """Progress of a call of ``spawn``."""
 
-    Ranks that end of one are no failures: KeyboardInterrupt, or the error has the shell's code.
+    started: bool = False
+    """True: all ranks were started, and take signals."""
+    results: list[Any] = field(default_factory=list)
+    """Those of all ranks."""
+
+
+@contextlib.contextmanager
+def _signals_passed_on(processes: list[BaseProcess], leaves: bool) -> Iterator[_Done]:
+    """Pass signals on to the ranks until they have ended; then ignore them if ``leaves``.
+
+    One that asks for an end before the ranks are there is an exception here, so that nothing is
+    left behind. Ranks that end of one are no failures: KeyboardInterrupt, or the error has the
+    shell's code.
     """
-    if not forward:
-        return _collect(pipes, processes)
-    passed: list[int] = []
-    results: list[Any] = []
+    done, passed, late = _Done(), list[int](), list[int]()
 
-    def pass_on(number: int) -> None:
-        passed.append(number)
-        for process in processes:
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+    def receive(number: int) -> None:
+        if done.started:
+            (late if done.results else passed).append(number)
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid or 0, number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        elif number in STOPS:
+            raise SystemExit(128 + number)
 
-    with handling(pass_on, lambda: leaves and bool(results)):
+    with handling(receive, lambda: leaves and bool(done.results)):
         try:
-            results = _collect(pipes, processes)
-            return results
+            yield done
         except RankError as error:
             ended = set(passed) & set(STOPS)
+            error.signal = min(ended, default=0)
             if error.trace or not ended:
                 raise
             if signal.SIGINT in ended:
                 raise KeyboardInterrupt from None
             error.code = 128 + min(ended)
             raise
+    for number in () if leaves else late:
+        os.kill(os.getpid(), number)
 
 
 def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
