@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -26,8 +26,10 @@ from grid_check import unequal
 from parity import first_batch
 
 from kenotron_config import Config
+from kenotron_data import Batch
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import (
+    DomainObjective,
     Piece,
     join_pieces,
     pieces_of,
@@ -39,7 +41,7 @@ from kenotron_models import AnyConfig, families
 from kenotron_models.layers import RopeScaling
 from kenotron_train.assemble import build_training
 
-Numbers = tuple[float, ...]
+Numbers = tuple[float, float, float, float, str]
 Lines = dict[str, list[int]]
 """Lines that were run, by file."""
 SECONDS = 60.0
@@ -55,12 +57,13 @@ LINEAR = ("linear_attention", "linear_attention", "full_attention")
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of a small model, and further keys of its config."""
+    """A layout of a small model."""
 
     row: Row
     model: AnyConfig | None = None
     """None: that of the row."""
-    keys: Mapping[str, str] = field(default_factory=dict)
+    domains: bool = False
+    """True: the step is one of a run that learns weights of domains."""
 
 
 CASES: dict[str, Case] = {
@@ -72,7 +75,11 @@ CASES: dict[str, Case] = {
     "tp 2, Muon": Case(
         Row(sizes=(1, 1, 2), mode="sp+overlap", arch="qwen3", extra="muon", tied=True)),
     "pp 2, tp 2, µP": Case(Row(sizes=(2, 1, 2), engine="zb-v", extra="mup", tied=True, zero=0)),
-    "tp 4": Case(Row(sizes=(1, 1, 4), mode="sp", arch="qwen2", documents="separate", layers=6)),
+    "tp 4, bf16": Case(
+        Row(sizes=(1, 1, 4), mode="sp", arch="qwen2", documents="separate", dtype="bf16")),
+    "cp 4, bf16": Case(Row(cp=4, way="ulysses", dtype="bf16", sequence=CUT_LENGTH)),
+    "dp 2, cp 2, domains": Case(
+        Row(sizes=(1, 2, 1), cp=2, arch="mistral", zero=2, sequence=CUT_LENGTH), domains=True),
     "cp 2, tp 2": Case(
         Row(sizes=(1, 1, 2), cp=2, arch="starcoder2", dropout=0.1, mode="sp", tied=True,
             sequence=CUT_LENGTH)),
@@ -116,6 +123,8 @@ CASES: dict[str, Case] = {
             **SIZES, head_dim=12, sliding_window=5, layer_types=TYPES, query_pre_attn_scalar=20,
             final_logit_softcapping=2.5, attn_logit_softcapping=1.5,
             attn_implementation="blocked")),
+    "dp 2, 1,100 tokens, bf16": Case(
+        Row(sizes=(1, 2, 1), arch="mistral", dtype="bf16", layers=1, sequence=1100, tied=True)),
     "cp 2, tp 2, norms over heads": Case(
         Row(sizes=(1, 1, 2), cp=2, sequence=CUT_LENGTH), families.OLMo2Config(**SIZES)),
     "dp 2, ep 2, factors": Case(
@@ -131,7 +140,7 @@ CASES: dict[str, Case] = {
 def configure(case: Case, folder: Path, run: str, alone: bool) -> tuple[Row, Config]:
     """Return the layout of a case, or that of one process, and its config."""
     row = grid_bits.alone(case.row) if alone else case.row
-    keys = {**grid_bits.keys(row, case.row), **case.keys}
+    keys = grid_bits.keys(row, case.row)
     plain = replace(row, ep=1) if case.model is not None else row
     config = grid_run.configure(plain, folder, run, 1, None, keys)
     if case.model is not None:
@@ -140,19 +149,30 @@ def configure(case: Case, folder: Path, run: str, alone: bool) -> tuple[Row, Con
     return row, config
 
 
+def with_domains(batch: Batch) -> tuple[Batch, DomainObjective]:
+    """Give rows two domains by turns, and losses of a reference that follow from the samples."""
+    samples = batch.samples_MB
+    reference = (5.0 + samples[..., None] % 7 / 10).expand(batch.labels_MBS.shape)
+    objective = DomainObjective(
+        names=("one", "other"), factors=(0.7, 1.3), reference_MBS=reference.contiguous()
+    )
+    return replace(batch, sources_MB=samples % 2), objective
+
+
 def one_step(
-    mesh: Mesh, config: Config, files: Mapping[str, str]
+    mesh: Mesh, config: Config, domains: bool, files: Mapping[str, str]
 ) -> tuple[Numbers, list[Piece], list[Piece], Lines]:
     """Compute a step on a rank.
 
     Args:
         mesh: of all ranks.
         config: of the training.
+        domains: as in ``Case``.
         files: whose lines are watched: names by path.
 
     Returns:
-        Loss, norm, learning rate and what was minimised; pieces of gradients, and of weights,
-        moments and averages after the step; the lines of those files that were run.
+        Loss, norm, learning rate, what was minimised, and further figures; pieces of gradients, and
+        of weights, moments and averages after the step; the lines of those files that were run.
     """
     seen: dict[str, set[int]] = {name: set() for name in files.values()}
 
@@ -168,18 +188,18 @@ def one_step(
         sys.settrace(watch)
     training = build_training(config, mesh)
     batch, gradients = first_batch(training.data, mesh), list[Piece]()
+    batch, objective = with_domains(batch) if domains else (batch, None)
     found = training_step(
-        training, batch, 1, look=lambda own: gradients.extend(slice_pieces(training, own))
-    )
+        training, batch, 1, objective=objective,
+        look=lambda own: gradients.extend(slice_pieces(training, own)),
+    )  # fmt: skip
     averages = training.averages.state() if training.averages else {}
     state = pieces_of({**training.optimizer.state(), **averages}, mesh)
-    numbers = found.loss, found.grad_norm, found.lr, found.minimised
+    figures = json.dumps(found.figures, default=str)
+    numbers = found.loss, found.grad_norm, found.lr, found.minimised, figures
     after = weight_pieces(training) + state
     sys.settrace(None)
     return numbers, gradients, after, {name: sorted(lines) for name, lines in seen.items()}
-
-
-Measured = tuple[Numbers, dict[str, Any], dict[str, Any]]
 
 
 def measure(case: Case, folder: Path, alone: bool, files: Mapping[str, str]) -> tuple[Any, Lines]:
@@ -190,7 +210,9 @@ def measure(case: Case, folder: Path, alone: bool, files: Mapping[str, str]) -> 
         mock.patch.object(multiprocessing, "get_context", lambda _: fork),
         mock.patch("kenotron_dist.spawn._PATIENCE", 0.05),  # forks have one another's pipes
     ):
-        ranks = spawn(one_step, config, files, **row.axes, timeout=timedelta(seconds=SECONDS))
+        ranks = spawn(
+            one_step, config, case.domains, files, **row.axes, timeout=timedelta(seconds=SECONDS)
+        )
     lines = {
         name: sorted({line for rank in ranks for line in rank[3][name]}) for name in files.values()
     }
@@ -201,7 +223,7 @@ def measure(case: Case, folder: Path, alone: bool, files: Mapping[str, str]) -> 
 
 def differing(got: Any, want: Any) -> list[str]:
     """Name what is not the same bits as one process's."""
-    names = ("loss", "norm", "rate", "what is minimised")
+    names = ("loss", "norm", "rate", "what is minimised", "figures")
     ranks, [right] = got[0], want[0]
     found = [n for i, n in enumerate(names) if any(rank[i] != right[i] for rank in ranks)]
     found += [f"gradient of {name}" for name in unequal(got[1], want[1])]

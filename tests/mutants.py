@@ -4,8 +4,8 @@
 when an assertion of a test fails, or the product says that numbers depart (``verify``, or an import
 that is compared with transformers); the table of all goes into ``GRID.md``, below a line about the
 last run of all, and one with the bugs that were run after it and their commits. The status is 1
-where one of all is not caught, or a test fails anyway. ``--bits`` before the names judges bugs by the
-bits of one step instead (``mutants_bits.py``).
+where one of all is not caught, or a test fails anyway. ``--bits`` before the names judges bugs by
+the bits of one step instead (``mutants_bits.py``).
 """
 
 from __future__ import annotations
