@@ -13,6 +13,7 @@ import compileall
 import json
 import os
 import py_compile
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from mutants import Mutant
 
 SECTION = "bits"
 HEAD = "| bug | one step | layout | what differs |\n|---|---|---|---|"
-CAUGHT, STOPPED, MISSED, OUTSIDE = "caught", "stopped", "missed", "outside"
+VERDICTS = CAUGHT, STOPPED, MISSED, OUTSIDE = "caught", "stopped", "missed", "outside"
 LIMIT = 120.0
 """Seconds that a layout may take."""
 FEW = 4
@@ -175,7 +176,7 @@ def judge(steps: Steps, mutant: Mutant, run: Mapping[str, dict[str, set[int]]]) 
     lines = lines_of(mutant, (steps.tree / mutant.file).read_text())
     cases = [case for case, seen in run.items() if lines is None or lines & seen[mutant.file]]
     if not cases or (lines is None and reason(mutant)):
-        return Found(OUTSIDE, said=reason(mutant))
+        return Found(OUTSIDE)
     cases = cases[:FEW] if mutant.no_bits else cases
     with steps.planted(mutant):
         answers = steps.compute(cases, {}, False)
@@ -188,13 +189,15 @@ def judge(steps: Steps, mutant: Mutant, run: Mapping[str, dict[str, set[int]]]) 
         waits = {"case": cases[len(answers) % len(cases)], "error": "ranks wait for one another"}
         last = [*errors, waits][0]
         return Found(STOPPED, last["case"] or cases[0], last["error"])
-    return Found(MISSED, ", ".join(cases), reason(mutant))
+    more = f" and {len(cases) - FEW} more" if len(cases) > FEW else ""
+    return Found(MISSED, "; ".join(cases[:FEW]) + more)
 
 
-def line(name: str, found: Found) -> str:
-    """Return a row of the table."""
-    words = found.said.replace("|", "/").replace("\n", " ")[:160]
-    return f"| {name} | {found.verdict} | {found.case} | {words} |"
+def line(mutant: Mutant, found: Found) -> str:
+    """Return a row of the table: where bits show nothing, the reason as it is now."""
+    shown = found.verdict in (CAUGHT, STOPPED)
+    words = (found.said if shown else reason(mutant)).replace("|", "/").replace("\n", " ")
+    return f"| {mutant.name} | {found.verdict} | {found.case} | {words[:160]} |"
 
 
 def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
@@ -202,8 +205,11 @@ def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
     import bits_cases
     import grid_run
 
-    chosen = [each for each in mutants.mutants() if not names or each.name in names]
-    rows = {each.split("|")[1].strip(): each for each in _rows()}
+    bugs = {each.name: each for each in mutants.mutants()}
+    if unknown := set(names) - bugs.keys():
+        print(f"no bugs of these names are listed: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    chosen, known = [bugs[name] for name in names or bugs], results()
     with tempfile.TemporaryDirectory(prefix="mutants-bits-") as folder:
         steps = Steps(Path(folder))
         grid_run.write_documents(steps.folder)
@@ -211,26 +217,39 @@ def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
             run = lines_of_cases(steps, cases or list(bits_cases.CASES), chosen)
             for each in chosen:
                 begin = time.monotonic()
-                found = judge(steps, each, run)
-                rows[each.name] = line(each.name, found)
-                print(f"{rows[each.name]} {time.monotonic() - begin:.1f} s", flush=True)
+                known[each.name] = judge(steps, each, run)
+                words = line(each, known[each.name])
+                print(f"{words} {time.monotonic() - begin:.1f} s", flush=True)
         finally:
             steps.close()
-    listed = [rows[each.name] for each in mutants.mutants() if each.name in rows]
-    counts = {word: sum(f" | {word} | " in row for row in listed) for word in VERDICTS}
-    score = ", ".join(f"{n} {word}" for word, n in counts.items())
+    write(known, names)
+    return int(any(unexplained(bugs[name], each) for name, each in known.items() if name in bugs))
+
+
+def unexplained(mutant: Mutant, found: Found) -> bool:
+    """Return whether bits do not show a bug, and nothing says why.
+
+    A bug whose lines a layout runs has a reason of its own; else its place may be one.
+    """
+    if found.verdict in (CAUGHT, STOPPED):
+        return False
+    return not (mutant.no_bits if found.verdict == MISSED else reason(mutant))
+
+
+def results() -> dict[str, Found]:
+    """Return what the table says, by bug."""
+    rows = re.findall(r"^\| (.+?) \| (\w+) \| (.*?) ?\| (.*?) ?\|$", grid_table.read(SECTION), re.M)
+    return {name: Found(*cells) for name, *cells in rows[1:]}
+
+
+def write(known: Mapping[str, Found], names: Sequence[str]) -> None:
+    """Write the table after a run of some bugs, or of all."""
+    listed = [(each, known[each.name]) for each in mutants.mutants() if each.name in known]
+    verdicts = [found.verdict for _, found in listed]
+    counts = ", ".join(f"{verdicts.count(each)} {each}" for each in VERDICTS)
+    score = f"Of {len(listed)} bugs: {counts}."
     print(score)
-    table = "\n".join([f"Of {len(listed)} bugs: {score}.", "", HEAD, *listed])
     before = grid_table.read(SECTION)
     made = mutants.header(before, list(names), grid_table.commit()) if names else None
+    table = "\n".join([score, "", HEAD, *(line(*each) for each in listed)])
     grid_table.write(SECTION, table, made)
-    return int(any(row.rstrip("| ").endswith((MISSED, OUTSIDE)) for row in listed))
-
-
-VERDICTS = (CAUGHT, STOPPED, MISSED, OUTSIDE)
-
-
-def _rows() -> list[str]:
-    """Rows of the table as it is."""
-    lines = grid_table.read(SECTION).splitlines()
-    return [each for each in lines if each.startswith("| ") and not HEAD.startswith(each)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import grid_run
-import grid_table
 import mutants
 import mutants_bits
 import pytest
@@ -18,27 +16,26 @@ NOT_RUN = "the data cursor is one sample on"
 BUGS = {each.name: each for each in mutants.mutants()}
 
 
-def results() -> dict[str, str]:
-    """Verdicts of ``GRID.md`` by bug."""
-    rows = re.findall(
-        r"^\| (.+?) \| (\w+) \| [^|]* \| [^|]*\|$", grid_table.read("bits"), re.MULTILINE
-    )
-    return dict(rows[1:])
-
-
 @pytest.mark.parametrize("name", BUGS)
 def test_one_step_shows_a_bug_or_it_is_said_why_it_cannot(name: str) -> None:
-    verdict = results().get(name)
-    assert verdict, f"run: python tests/mutants.py --bits '{name}'"
-    assert verdict in (CAUGHT, STOPPED) or mutants_bits.reason(BUGS[name]), (
-        f"{verdict}: extend tests/bits_cases.py, or say in no_bits of the bug why no bit can differ"
+    found = mutants_bits.results().get(name)
+    assert found, f"run: python tests/mutants.py --bits '{name}'"
+    assert not mutants_bits.unexplained(BUGS[name], found), (
+        f"{found.verdict}: extend tests/bits_cases.py, or say in no_bits of the bug why no bit can "
+        "differ"
     )
 
 
 def test_no_reason_is_given_for_a_bug_that_bits_show() -> None:
-    said = {name for name, bug in BUGS.items() if bug.no_bits}
-    found = results()
-    assert {name for name in said if found[name] not in (MISSED, OUTSIDE)} == set()
+    said, found = {name for name, bug in BUGS.items() if bug.no_bits}, mutants_bits.results()
+    assert {name for name in said if found[name].verdict not in (MISSED, OUTSIDE)} == set()
+
+
+def test_a_place_is_no_reason_where_a_layout_runs_the_bug() -> None:
+    bug = BUGS[NOT_RUN]
+    assert not mutants_bits.unexplained(bug, Found(OUTSIDE))
+    assert mutants_bits.unexplained(bug, Found(MISSED, CASE))
+    assert mutants_bits.unexplained(BUGS[SHOWN], Found(OUTSIDE))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +55,7 @@ def test_a_step_shows_a_bug_of_it_and_no_other(steps: Steps) -> None:
     assert (found.verdict, found.case) == (CAUGHT, CASE)
     assert "more" in found.said
     assert file.read_text() == right
-    assert mutants_bits.judge(steps, not_run, run) == Found(OUTSIDE, said="data")
+    assert mutants_bits.judge(steps, not_run, run) == Found(OUTSIDE)
     same = mutants.Mutant(**{**vars(shown), "new": f"{shown.old}  # the same"})
     assert mutants_bits.judge(steps, same, run) == Found(MISSED, CASE)
     ends = mutants.Mutant(**{**vars(shown), "new": "raise ArithmeticError('planted')"})
