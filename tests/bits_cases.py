@@ -123,8 +123,8 @@ CASES: dict[str, Case] = {
             **SIZES, head_dim=12, sliding_window=5, layer_types=TYPES, query_pre_attn_scalar=20,
             final_logit_softcapping=2.5, attn_logit_softcapping=1.5,
             attn_implementation="blocked")),
-    "dp 2, 1,100 tokens, bf16": Case(
-        Row(sizes=(1, 2, 1), arch="mistral", dtype="bf16", layers=1, sequence=1100, tied=True)),
+    "dp 2, 2,100 tokens, bf16": Case(
+        Row(sizes=(1, 2, 1), arch="mistral", dtype="bf16", layers=1, sequence=2100, tied=True)),
     "cp 2, tp 2, norms over heads": Case(
         Row(sizes=(1, 1, 2), cp=2, sequence=CUT_LENGTH), families.OLMo2Config(**SIZES)),
     "dp 2, ep 2, factors": Case(
