@@ -88,7 +88,8 @@ CASES: dict[str, Case] = {
             documents="separate", sequence=CUT_LENGTH, recompute="mixer")),
     "dp 2, ep 2, capacity": Case(
         Row(sizes=(1, 2, 1), ep=2, arch="qwen2_moe_limited", zero=3, documents="separate")),
-    "dp 2, tp 2, ep 4": Case(Row(sizes=(1, 2, 2), ep=4, arch="deepseek", mode="sp", zero=0,
+    "dp 2, tp 2, ep 4, bf16": Case(
+        Row(sizes=(1, 2, 2), ep=4, arch="deepseek", dtype="bf16", mode="sp", zero=0,
             recompute="selective")),
     "cp 2, tp 2, ep 2": Case(
         Row(sizes=(1, 1, 2), cp=2, ep=2, arch="qwen2_moe_limited", mode="sp",
