@@ -2,8 +2,9 @@
 
 Each bug of ``mutants.toml`` is planted in a copy of the tree, and a step of the reproducible mode
 is computed on the layouts of ``bits_cases.py`` that run its lines, until loss, norm, a gradient, a
-weight or a moment has other bits than one process without it. The table goes into ``GRID.md``. The
-exit status is 1 where a bug is missed, or no layout runs it, and nothing says why that must be so.
+weight or a moment has other bits than one process without it. The table in ``GRID.md`` is written
+after each bug; ``--bits --rest`` continues with those that were not judged yet. The exit status is
+1 where a bug is missed, or no layout runs it, and nothing says why that must be so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from mutants import Mutant
 
 SECTION = "bits"
 HEAD = "| bug | one step | layout | what differs |\n|---|---|---|---|"
-VERDICTS = CAUGHT, STOPPED, MISSED, OUTSIDE = "caught", "stopped", "missed", "outside"
+VERDICTS = CAUGHT, STOPPED, MISSED, OUTSIDE, NOT_RUN = (
+    "caught", "stopped", "missed", "outside", "not yet",
+)  # fmt: skip
+AND = " Continued: "
 LIMIT = 120.0
 """Seconds that a layout may take."""
 FEW = 4
@@ -195,8 +199,8 @@ def judge(steps: Steps, mutant: Mutant, run: Mapping[str, dict[str, set[int]]]) 
 
 def line(mutant: Mutant, found: Found) -> str:
     """Return a row of the table: where bits show nothing, the reason as it is now."""
-    shown = found.verdict in (CAUGHT, STOPPED)
-    words = (found.said if shown else reason(mutant)).replace("|", "/").replace("\n", " ")
+    is_reason = found.verdict in (MISSED, OUTSIDE)
+    words = (reason(mutant) if is_reason else found.said).replace("|", "/").replace("\n", " ")
     return f"| {mutant.name} | {found.verdict} | {found.case} | {words[:160]} |"
 
 
@@ -205,27 +209,36 @@ def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
     import bits_cases
     import grid_run
 
-    all_cases = bits_cases.CASES
     bugs = {each.name: each for each in mutants.mutants()}
-    if unknown := set(names) - bugs.keys():
+    known = {name: results().get(name, Found(NOT_RUN)) for name in bugs}
+    before, now = grid_table.read(SECTION), grid_table.stamp()
+    chosen = list(names)
+    if not chosen:
+        known = dict.fromkeys(bugs, Found(NOT_RUN))
+    elif chosen == ["--rest"]:
+        chosen = [name for name, found in known.items() if found.verdict == NOT_RUN]
+        now = f"{before.strip().partition(AND)[0].splitlines()[0]}{AND}{now}"
+    elif unknown := set(chosen) - bugs.keys():
         print(f"no bugs of these names are listed: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    chosen, known = [bugs[name] for name in names or bugs], results()
+    else:
+        now = mutants.header(before, chosen, grid_table.commit())
     with tempfile.TemporaryDirectory(prefix="mutants-bits-") as folder:
         steps = Steps(Path(folder))
         grid_run.write_documents(steps.folder)
         try:
-            few_first = sorted(all_cases, key=lambda name: all_cases[name].row.ranks)
-            run = lines_of_cases(steps, cases or few_first, chosen)
-            for each in chosen:
+            given = cases or sorted(bits_cases.CASES, key=lambda n: bits_cases.CASES[n].row.ranks)
+            run = lines_of_cases(steps, given, [bugs[name] for name in chosen or bugs])
+            for name in chosen or bugs:
                 begin = time.monotonic()
-                known[each.name] = judge(steps, each, run)
-                words = line(each, known[each.name])
+                known[name] = judge(steps, bugs[name], run)
+                words = line(bugs[name], known[name])
                 print(f"{words} {time.monotonic() - begin:.1f} s", flush=True)
+                score = write(known, now)
         finally:
             steps.close()
-    write(known, names)
-    return int(any(unexplained(bugs[name], each) for name, each in known.items() if name in bugs))
+    print(score)
+    return int(any(unexplained(bugs[name], each) for name, each in known.items()))
 
 
 def unexplained(mutant: Mutant, found: Found) -> bool:
@@ -233,25 +246,23 @@ def unexplained(mutant: Mutant, found: Found) -> bool:
 
     A bug whose lines a layout runs has a reason of its own; else its place may be one.
     """
-    if found.verdict in (CAUGHT, STOPPED):
+    if found.verdict in (CAUGHT, STOPPED, NOT_RUN):
         return False
     return not (mutant.no_bits if found.verdict == MISSED else reason(mutant))
 
 
 def results() -> dict[str, Found]:
     """Return what the table says, by bug."""
-    rows = re.findall(r"^\| (.+?) \| (\w+) \| (.*?) ?\| (.*?) ?\|$", grid_table.read(SECTION), re.M)
+    text = grid_table.read(SECTION)
+    rows = re.findall(r"^\| (.+?) \| (\w[\w ]*) \| (.*?) ?\| (.*?) ?\|$", text, re.M)
     return {name: Found(*cells) for name, *cells in rows[1:]}
 
 
-def write(known: Mapping[str, Found], names: Sequence[str]) -> None:
-    """Write the table after a run of some bugs, or of all."""
-    listed = [(each, known[each.name]) for each in mutants.mutants() if each.name in known]
-    verdicts = [found.verdict for _, found in listed]
+def write(known: Mapping[str, Found], made: str) -> str:
+    """Write the table below a line that says when it was made; return how many bugs are caught."""
+    verdicts = [found.verdict for found in known.values()]
     counts = ", ".join(f"{verdicts.count(each)} {each}" for each in VERDICTS)
-    score = f"Of {len(listed)} bugs: {counts}."
-    print(score)
-    before = grid_table.read(SECTION)
-    made = mutants.header(before, list(names), grid_table.commit()) if names else None
-    table = "\n".join([score, "", HEAD, *(line(*each) for each in listed)])
-    grid_table.write(SECTION, table, made)
+    score = f"Of {len(known)} bugs: {counts}."
+    rows = [line(each, known[each.name]) for each in mutants.mutants()]
+    grid_table.write(SECTION, "\n".join([score, "", HEAD, *rows]), made)
+    return score
