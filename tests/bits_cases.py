@@ -23,10 +23,10 @@ import grid_bits
 import grid_run
 from grid import CUT_LENGTH, Row
 from grid_check import unequal
-from parity import first_batch
+from torch import Tensor, arange
 
 from kenotron_config import Config
-from kenotron_data import Batch
+from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import (
     DomainObjective,
@@ -40,6 +40,7 @@ from kenotron_engine import (
 from kenotron_models import AnyConfig, families
 from kenotron_models.layers import RopeScaling
 from kenotron_train.assemble import build_training
+from kenotron_train.data.stage_dataset import open_corpus, open_loader
 
 Numbers = tuple[float, float, float, float, str]
 Lines = dict[str, list[int]]
@@ -151,6 +152,12 @@ def configure(case: Case, folder: Path, run: str, alone: bool) -> tuple[Row, Con
     return row, config
 
 
+def target_mask(samples: Tensor, sequence: int) -> Tensor:
+    """Rows (R,) have targets (R, sequence): at least the first half, no two of a step as many."""
+    count = sequence - (samples * 7 + samples // 3) % (sequence // 2)
+    return arange(sequence)[None] < count[:, None]
+
+
 def with_domains(batch: Batch) -> tuple[Batch, DomainObjective]:
     """Give rows two domains by turns, and losses of a reference that follow from the samples."""
     samples = batch.samples_MB
@@ -189,7 +196,9 @@ def one_step(
         threading.settrace(watch)
         sys.settrace(watch)
     training = build_training(config, mesh)
-    batch, gradients = first_batch(training.data, mesh), list[Piece]()
+    corpus, gradients = open_corpus(training.data, 0), list[Piece]()
+    with open_loader(training.data, mesh, corpus, Cursor(), target_mask) as loader:
+        batch = next(loader)
     batch, objective = with_domains(batch) if domains else (batch, None)
     found = training_step(
         training, batch, 1, objective=objective,
