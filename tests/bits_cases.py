@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -49,7 +49,7 @@ SECONDS = 60.0
 """Limit of an operation: ranks that wait for one another without end stop there."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": CUT_LENGTH,
+    "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 150,
 }  # fmt: skip
 TYPES = ("sliding_attention", "full_attention", "sliding_attention")
 ROUTED = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
@@ -63,6 +63,8 @@ class Case:
     row: Row
     model: AnyConfig | None = None
     """None: that of the row."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Further ones of its config."""
     domains: bool = False
     """True: the step is one of a run that learns weights of domains."""
 
@@ -96,7 +98,7 @@ CASES: dict[str, Case] = {
         Row(sizes=(1, 1, 2), cp=2, ep=2, arch="qwen2_moe_limited", mode="sp",
             sequence=CUT_LENGTH, documents="separate", recompute="full")),
     "cp 2, sinks": Case(
-        Row(cp=2, ep=2, way="ulysses", sequence=CUT_LENGTH),
+        Row(cp=2, ep=2, sequence=CUT_LENGTH),
         families.GptOssConfig(
             **SIZES, **ROUTED, head_dim=12, sliding_window=5, layer_types=TYPES,
             num_local_experts=6, router_aux_loss_type="micro_batch", rope_scaling=RopeScaling(
@@ -110,10 +112,10 @@ CASES: dict[str, Case] = {
     "tp 4, Mamba-2": Case(
         Row(sizes=(1, 1, 4), mode="sp", arch="hybrid", layers=5, documents="separate")),
     "tp 2, delta rule": Case(
-        Row(sizes=(1, 1, 2), mode="sp"),
+        Row(sizes=(1, 1, 2), mode="sp", sequence=150),
         families.Qwen3NextConfig(
             **SIZES, **ROUTED, head_dim=16, num_experts=8, moe_intermediate_size=24,
-            router_aux_loss_type="all_layers",
+            router_aux_loss_type="all_layers", use_doc_masking=True,
             layer_types=LINEAR, linear_num_key_heads=4, linear_num_value_heads=8,
             linear_key_head_dim=6, linear_value_head_dim=10, shared_expert_intermediate_size=40)),
     "pp 2, tp 2, MTP": Case(
@@ -130,6 +132,9 @@ CASES: dict[str, Case] = {
         Row(sizes=(1, 2, 1), arch="mistral", dtype="bf16", layers=1, sequence=2100, tied=True)),
     "cp 2, tp 2, norms over heads": Case(
         Row(sizes=(1, 1, 2), cp=2, sequence=CUT_LENGTH), families.OLMo2Config(**SIZES)),
+    "dp 2, whole layers": Case(
+        Row(sizes=(1, 2, 1)), families.OLMo2Config(**SIZES),
+        keys={"general.reproducible_max_tp": "1"}),
     "dp 2, ep 2, factors": Case(
         Row(sizes=(1, 2, 1), ep=2),
         families.GraniteHybridConfig(
@@ -143,7 +148,7 @@ CASES: dict[str, Case] = {
 def configure(case: Case, folder: Path, run: str, alone: bool) -> tuple[Row, Config]:
     """Return the layout of a case, or that of one process, and its config."""
     row = grid_bits.alone(case.row) if alone else case.row
-    keys = grid_bits.keys(row, case.row)
+    keys = {**grid_bits.keys(row, case.row), **case.keys}
     plain = replace(row, ep=1) if case.model is not None else row
     config = grid_run.configure(plain, folder, run, 1, None, keys)
     if case.model is not None:
