@@ -77,7 +77,7 @@ CASES: dict[str, Case] = {
         Row(sizes=(1, 3, 1), arch="mistral", dtype="bf16", zero=3, attention="blocked", micro=1)),
     "tp 2, Muon": Case(
         Row(sizes=(1, 1, 2), mode="sp+overlap", arch="qwen3", extra="muon", tied=True)),
-    "pp 2, tp 2, µP": Case(Row(sizes=(2, 1, 2), engine="zb-v", extra="mup", tied=True, zero=0)),
+    "pp 2, tp 2, µP": Case(Row(sizes=(2, 1, 2), engine="zb-v", extra="mup", zero=0)),
     "tp 4, bf16": Case(
         Row(sizes=(1, 1, 4), mode="sp", arch="qwen2", documents="separate", dtype="bf16")),
     "cp 4, bf16": Case(Row(cp=4, way="ulysses", dtype="bf16", sequence=CUT_LENGTH)),
@@ -173,6 +173,30 @@ def with_domains(batch: Batch) -> tuple[Batch, DomainObjective]:
     return replace(batch, sources_MB=samples % 2), objective
 
 
+def watch_lines(files: Mapping[str, str]) -> dict[str, set[int]]:
+    """Begin to watch which lines of files are run, in this thread and new ones.
+
+    Args:
+        files: names by path; none: nothing is watched.
+
+    Returns:
+        For each name the numbers of the lines, which is filled from now on.
+    """
+    seen: dict[str, set[int]] = {name: set() for name in files.values()}
+
+    def watch(frame: FrameType, event: str, _: object) -> Any:
+        name = files.get(frame.f_code.co_filename)
+        if name is None:
+            return None
+        seen[name].add(frame.f_lineno)
+        return watch
+
+    if files:
+        threading.settrace(watch)
+        sys.settrace(watch)
+    return seen
+
+
 def one_step(
     mesh: Mesh, config: Config, domains: bool, files: Mapping[str, str]
 ) -> tuple[Numbers, list[Piece], list[Piece], Lines]:
@@ -188,18 +212,7 @@ def one_step(
         Loss, norm, learning rate, what was minimised, and further figures; pieces of gradients, and
         of weights, moments and averages after the step; the lines of those files that were run.
     """
-    seen: dict[str, set[int]] = {name: set() for name in files.values()}
-
-    def watch(frame: FrameType, event: str, _: object) -> Any:
-        name = files.get(frame.f_code.co_filename)
-        if name is None:
-            return None
-        seen[name].add(frame.f_lineno)
-        return watch
-
-    if files:
-        threading.settrace(watch)
-        sys.settrace(watch)
+    seen = watch_lines(files)
     training = build_training(config, mesh)
     corpus, gradients = open_corpus(training.data, 0), list[Piece]()
     with open_loader(training.data, mesh, corpus, Cursor(), target_mask) as loader:
@@ -220,7 +233,10 @@ def one_step(
 
 def measure(case: Case, folder: Path, alone: bool, files: Mapping[str, str]) -> tuple[Any, Lines]:
     """Return the step of a case, whole, and the lines that any rank ran."""
+    seen = watch_lines(files)
     row, config = configure(case, folder, "run", alone)
+    sys.settrace(None)
+    threading.settrace(None)  # pyrefly: ignore[bad-argument-type]
     fork = multiprocessing.get_context("fork")
     with (
         mock.patch.object(multiprocessing, "get_context", lambda _: fork),
@@ -230,7 +246,7 @@ def measure(case: Case, folder: Path, alone: bool, files: Mapping[str, str]) -> 
             one_step, config, case.domains, files, **row.axes, timeout=timedelta(seconds=SECONDS)
         )
     lines = {
-        name: sorted({line for rank in ranks for line in rank[3][name]}) for name in files.values()
+        name: sorted(own.union(*(rank[3][name] for rank in ranks))) for name, own in seen.items()
     }
     numbers = [rank[0] for rank in ranks]
     whole = [join_pieces(rank[part] for rank in ranks) for part in (1, 2)]
