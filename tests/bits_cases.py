@@ -136,7 +136,7 @@ CASES: dict[str, Case] = {
         Row(sizes=(1, 2, 1)), families.OLMo2Config(**SIZES),
         keys={"general.reproducible_max_tp": "1"}),
     "dp 2, ep 2, factors": Case(
-        Row(sizes=(1, 2, 1), ep=2),
+        Row(sizes=(1, 2, 1), ep=2, zero=3),
         families.GraniteHybridConfig(
             **SIZES, **ROUTED, layer_types=LINEAR, embedding_multiplier=3.0,
             attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=3.0,
