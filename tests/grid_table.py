@@ -83,14 +83,14 @@ def write(section: str, text: str, made: str | None = None) -> None:
     begin, end = _marks(section)
     before, _, rest = TABLE.read_text().partition(begin)
     after = rest.partition(end)[2]
-    TABLE.write_text(f"{before}{begin}\n{made or _made()}\n\n{text}\n{end}{after}")
+    TABLE.write_text(f"{before}{begin}\n{made or stamp()}\n\n{text}\n{end}{after}")
 
 
 def _marks(section: str) -> tuple[str, str]:
     return f"<!-- {section} -->\n", f"<!-- end of {section} -->\n"
 
 
-def _made() -> str:
+def stamp() -> str:
     """Day, commit and machine."""
     import torch
 
@@ -128,7 +128,7 @@ def main(section: str, results: Path) -> int:
         print(f"{len(missing)} rows were not run, {missing[0]} among them", file=sys.stderr)
         return 1
     rule = "|" + "---|" * HEAD.count(" | ") + "---|"
-    made = _made() if has_figures else f"{made.partition(BITS)[0]}{BITS}{_made()}"
+    made = stamp() if has_figures else f"{made.partition(BITS)[0]}{BITS}{stamp()}"
     write(section, "\n".join([HEAD, rule, *found.values()]), made)
     now = verdicts(section)
     for name in {**before, **now}:

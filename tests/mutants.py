@@ -4,7 +4,8 @@
 when an assertion of a test fails, or the product says that numbers depart (``verify``, or an import
 that is compared with transformers); the table of all goes into ``GRID.md``, below a line about the
 last run of all, and one with the bugs that were run after it and their commits. The status is 1
-where one of all is not caught, or a test fails anyway.
+where one of all is not caught, or a test fails anyway. ``--bits`` before the names judges bugs by
+the bits of one step instead (``mutants_bits.py``).
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     """What pytest is given; or ``verify`` and its flags."""
+    no_bits: str = ""
+    """Why one step of the reproducible mode cannot show it, where its place does not say so."""
 
 
 def mutants() -> list[Mutant]:
@@ -195,4 +198,8 @@ def _line(mutant: Mutant, is_caught: bool, test: str, said: str) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--bits"]:
+        import mutants_bits
+
+        sys.exit(mutants_bits.main(sys.argv[2:]))
     sys.exit(main(sys.argv[1:]))

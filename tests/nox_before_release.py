@@ -104,6 +104,13 @@ def elastic_proof(session: nox.Session) -> None:
     session.run("python", "apps/train/tests/elastic_proof.py", *session.posargs, env=TEST_ENV)
 
 
+@nox.session(name="bits-proof", default=False)
+def bits_proof(session: nox.Session) -> None:
+    """Train 200 steps on twelve layouts, all with the bits of one process: `tests/GRID.md`."""
+    install_tree(session, PYTEST, use=ALL, test=ALL)
+    session.run("python", "tests/bits_proof.py", *session.posargs, env=TEST_ENV)
+
+
 @nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""
