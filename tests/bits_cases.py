@@ -108,6 +108,11 @@ CASES: dict[str, Case] = {
         families.JambaConfig(
             **SIZES, **ROUTED, attn_layer_period=2, attn_layer_offset=0, num_experts=8,
             mamba_d_state=8, mamba_dt_rank=4)),
+    "cp 2, Mamba": Case(
+        Row(cp=2, arch="mamba", layers=5, documents="separate", sequence=CUT_LENGTH)),
+    "cp 2, tp 2, Mamba-2": Case(
+        Row(sizes=(1, 1, 2), cp=2, mode="sp", arch="hybrid", layers=5, documents="separate",
+            sequence=CUT_LENGTH)),
     "dp 2, Mamba": Case(Row(sizes=(1, 2, 1), arch="mamba", layers=5, documents="separate")),
     "tp 4, Mamba-2": Case(
         Row(sizes=(1, 1, 4), mode="sp", arch="hybrid", layers=5, documents="separate")),

@@ -166,8 +166,8 @@ def _goes_on(checkpoints: CheckpointsConfig, section: S3UploadConfig | None) -> 
     return Path(folder) in (Path(given), Path(given).parent)
 
 
-def _newest_in(folder: Path) -> list[int]:
-    """The highest generation and step of a complete checkpoint in a run folder; else [-1, -1]."""
+def _newest_in(folder: Path) -> tuple[int, int]:
+    """The highest generation and step of a complete checkpoint in a run folder; else (-1, -1)."""
     steps = steps_in(folder) if folder.is_dir() else []
     held = [complete_manifest(folder / str(step)) for step in steps]
-    return max(([m.generation, m.step] for m in held if isinstance(m, Manifest)), default=[-1, -1])
+    return max(((m.generation, m.step) for m in held if isinstance(m, Manifest)), default=(-1, -1))

@@ -49,7 +49,7 @@ def differences(a: Location, b: Location) -> Iterator[str]:
         ValueError: there is no checkpoint.
         OSError: a file cannot be read.
     """
-    folders, (first, second) = zip(preferred(a), preferred(b), strict=True)
+    (left, first), (right, second) = preferred(a), preferred(b)
     if first.step != second.step:
         yield f"step: {first.step} in A, {second.step} in B"
     for name in sorted({*first.records, *second.records}):
@@ -58,7 +58,7 @@ def differences(a: Location, b: Location) -> Iterator[str]:
         elif name not in first.records:
             yield f"{name}: only in B"
         else:
-            yield from _of_record(name, folders, (first, second))
+            yield from _of_record(name, (left, right), (first, second))
     yield from of_values("state", first.state, second.state)
     if dict(first.mesh) == dict(second.mesh):  # else they are of no use on the other
         yield from of_values("rank_states", list(first.rank_states), list(second.rank_states))
