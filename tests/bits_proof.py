@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -107,6 +108,7 @@ def prove(
         elif name not in known:
             earlier = run(FROM)[1] if name == RESUMED else None
             resume = results / f"{FROM}-{steps}" / str(max(steps // 2, 1)) if earlier else None
+            shutil.rmtree(results / f"{name}-{steps}", ignore_errors=True)  # of a run cut short
             begin = time.monotonic()
             found = measure(
                 LAYOUTS[name], results, f"{name}-{steps}", steps, resume, keys_of(name, steps)
