@@ -142,7 +142,7 @@ def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None
 
     Raises:
         ValueError: ``model.cuda_graph`` where there is no GPU, or where layers add losses;
-            ``general.reproducible`` on a GPU or with ``own_model``.
+            ``general.reproducible`` with ``own_model``.
     """
     if config.general.reproducible:
         torch.set_num_threads(config.general.reproducible_threads)
