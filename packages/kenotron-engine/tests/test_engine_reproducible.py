@@ -13,7 +13,7 @@ import torch
 from kenotron_dist import Mesh, tree_sum
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import build_training, decoder_layers, gradients_of, training_step
-from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
+from kenotron_engine.sample_order import check_sample_order, one_by_one, rows_of_all, sum_of_rows
 from kenotron_models import virtual_shards
 from kenotron_optim import ExactNorm, MuonConfig, SampleGradients
 
@@ -141,3 +141,14 @@ def test_layers_of_ones_own_are_refused() -> None:
     optim = replace(cases.ADAMW, **PLAIN)
     with pytest.raises(ValueError, match="layers that are not of the plan's spec"):
         build_training(plan, optim, mesh, 4, layers=decoder_layers(plan, mesh))
+
+
+def test_gpus_are_taken_and_unknown_devices_refused() -> None:
+    mesh, plan = Mesh.connect(), cases.plan(reproducible=True)
+    optim = replace(cases.ADAMW, **PLAIN)
+    for device in ("cuda:0", "meta"):
+        on_it = Mesh(mesh.config, 0, torch.device(device))
+        check_sample_order(plan, optim, on_it, own_layers=False)
+    with pytest.raises(ValueError, match="was given with device mps:0: leave one of them out"):
+        on_it = Mesh(mesh.config, 0, torch.device("mps:0"))
+        check_sample_order(plan, optim, on_it, own_layers=False)

@@ -34,7 +34,7 @@ def check_sample_order(
         "compile": plan.compile,
         "cuda_graph": plan.cuda_graph,
         "float16": plan.dtype == torch.float16,
-        f"device {mesh.device}": mesh.device.type not in ("cpu", "meta"),
+        f"device {mesh.device}": mesh.device.type not in ("cpu", "meta", "cuda"),
         f"cp = {axes['cp']} and virtual_chunks = {plan.virtual_chunks}": bool(
             plan.virtual_chunks % axes["cp"]
         ),
