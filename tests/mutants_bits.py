@@ -48,6 +48,7 @@ OUTSIDE_BY_PLACE = {
     "apps/generate/": "texts of a trained model",
     "apps/train/kenotron_train/run/": "what surrounds the steps",
     "apps/train/kenotron_train/report/": "what surrounds the steps",
+    "apps/train/kenotron_train/preflight/": "what surrounds the steps",
     "packages/kenotron-cost/": "the planner",
     "apps/plan/": "the planner",
     "packages/kenotron-models/src/kenotron_models/transformers_": "the mode refuses these models",
