@@ -113,7 +113,8 @@ CASES: dict[str, Case] = {
     "cp 2, tp 2, Mamba-2": Case(
         Row(sizes=(1, 1, 2), cp=2, mode="sp", arch="hybrid", layers=5, documents="separate",
             sequence=CUT_LENGTH)),
-    "dp 2, Mamba": Case(Row(sizes=(1, 2, 1), arch="mamba", layers=5, documents="separate")),
+    "dp 2, Mamba, bf16": Case(
+        Row(sizes=(1, 2, 1), arch="mamba", layers=5, documents="separate", dtype="bf16")),
     "tp 4, Mamba-2": Case(
         Row(sizes=(1, 1, 4), mode="sp", arch="hybrid", layers=5, documents="separate")),
     "tp 2, delta rule": Case(

@@ -161,9 +161,10 @@ def test_processes_are_counted(tmp_path: Path) -> None:
     of_pairs.after(killed())
     of_pairs.after(RankError(0, "exited", "gave up", code=STALLED))
     assert of_pairs.after(joining()).joined == 1 and of_pairs.ranks == 4
-    slow = processes(tmp_path, 3, 3)
-    slow.after(RankError(1, SlowRank.__name__, "rank 1 is slow", "trace"))
-    assert (slow.ranks, slow.waiting()) == (2, 0)
+    for limit in (3, 0):
+        slow = processes(tmp_path, 3, limit)
+        slow.after(RankError(1, SlowRank.__name__, "rank 1 is slow", "trace"))
+        assert (slow.ranks, slow.waiting(), slow.described()) == (2, 0, "")
     few = processes(tmp_path, 2, 0, parallelism__tp=2)
     with pytest.raises(RankError, match="SIGKILL") as error:
         few.after(killed())

@@ -65,6 +65,10 @@ def test_a_flipped_bit_in_a_mark_unmakes_it(two):
         assert not is_verified(two / "20")
         flipped(path, place, place % 8)
     assert is_verified(two / "20")
+    shard = next((two / "20").glob("shard-*"))
+    shard.rename(two / "away")
+    assert not is_verified(two / "20")
+    (two / "away").rename(shard)
     flipped(path, 0, 0)
     put(two, 30, 3)
     assert prune(two, keep=1) == [20]  # what says that it was verified is not believed

@@ -154,6 +154,31 @@ def test_layouts_keep_the_global_batch():
         assert cost_plan(again) == plan
     with pytest.raises(ValueError, match="does not divide the global batch"):
         with_layout(config, PlannedLayout(3, 1, 1, 1))
+    config = deep("parallelism.dp=2", "data_stages.0.batch_accumulation_per_replica=16")
+    (stage,) = with_layout(config, PlannedLayout(1, 1, 1, 2, zero=0)).data_stages
+    assert stage.batch_accumulation_per_replica == 16 * (2 * 2) // (1 * 1)
+
+
+def test_an_estimate_has_the_bytes_of_the_rank_that_sends_most():
+    config = deep("model.model_config.tie_word_embeddings=false")
+    planner, places = Planner(cost_plan(config), H100, 80e9), set()
+    for layout, plan in legal(config, 8):
+        if layout.pp == 4 and layout.micro_batch == 1:
+            sent = [sum(size.sent.values()) for size in stage_sizes(plan)]
+            places.add(sent.index(max(sent)))
+            found = planner.estimate(layout, plan, recomputed(plan)).sent
+            assert sum(found.values()) == max(sent), layout
+    assert places != {0}
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("ALL_REDUCE", 1), ("REDUCE_SCATTER", 2)])
+def test_what_is_sent_between_stages_is_cut_as_activations_are(mode, parts):
+    config = deep("parallelism.tp=2", f"parallelism.tp_mode={mode}")
+    plan = cost_plan(with_layout(config, PlannedLayout(1, 2, 1, 2, micro_batch=2, zero=0)))
+    seconds = TimedModel(MeasuredModel(plan), H100)._transfer(plan) - H100["latency"]
+    rows, tokens, hidden, width = 2, 256, 16, 2
+    want = rows * tokens * hidden * width / parts
+    assert seconds * H100["node_bandwidth"] == pytest.approx(want)
 
 
 def test_a_machine_file_that_lacks_a_number_or_a_source_is_refused(tmp_path):

@@ -67,8 +67,17 @@ def test_sums_are_fp32_and_rounded_once() -> None:
     before, x = torch.randn(R, W + 7, C).bfloat16().split((W - 1, 8), 1)
     wide = made(dtype=torch.float64)
     wide.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
-    want = wide(x.double(), before.double(), None).to(torch.bfloat16)
-    assert (layer(x, before, None) == want).float().mean() > 0.99
+    leaves, wide_leaves = (before, x), (before.double(), x.double())
+    got, want = (
+        part(last.requires_grad_(), first.requires_grad_(), None)
+        for part, (first, last) in ((layer, leaves), (wide, wide_leaves))
+    )
+    assert (got == want.to(torch.bfloat16)).float().mean() > 0.99
+    grad = torch.randn(R, 8, C).bfloat16()
+    for y, given in ((got, grad), (want, grad.double())):
+        y.backward(given)
+    for own, exact in zip(leaves, wide_leaves, strict=True):
+        assert (own.grad == exact.grad.to(torch.bfloat16)).float().mean() > 0.99
 
 
 def halo(mesh: Mesh, sequence: int, order: str) -> tuple[Tensor, list[int], Tensor, Tensor]:
