@@ -1,7 +1,7 @@
 """Planted bugs that one step shows to the bit: ``python tests/mutants.py --bits [NAME ...]``.
 
 Each bug of ``mutants.toml`` is planted in a copy of the tree, and a step of the reproducible mode
-is computed on the layouts of ``bits_cases.py`` that run its lines, until loss, norm, a gradient, a
+is computed on the layouts of ``bits_layouts.py`` that run its lines, until loss, norm, a gradient, a
 weight or a moment has other bits than one process without it. The table in ``GRID.md`` is written
 after each bug; ``--bits --rest`` continues with those that were not judged yet. The exit status is
 1 where a bug is missed, or no layout runs it, and nothing says why that must be so.
@@ -211,7 +211,7 @@ def line(mutant: Mutant, found: Found) -> str:
 
 def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
     """Judge bugs, all or the named ones; write the table; the exit status."""
-    import bits_cases
+    import bits_layouts
     import grid_run
 
     bugs = {each.name: each for each in mutants.mutants()}
@@ -232,7 +232,7 @@ def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
         steps = Steps(Path(folder))
         grid_run.write_documents(steps.folder)
         try:
-            given = cases or sorted(bits_cases.CASES, key=lambda n: bits_cases.CASES[n].row.ranks)
+            given = cases or sorted(bits_layouts.CASES, key=lambda n: bits_layouts.CASES[n].row.ranks)
             run = lines_of_cases(steps, given, [bugs[name] for name in chosen or bugs])
             for name in chosen or bugs:
                 begin = time.monotonic()
