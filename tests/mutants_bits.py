@@ -43,10 +43,12 @@ OUTSIDE_BY_PLACE = {
     "packages/kenotron-ckpt/": "checkpoints",
     "packages/kenotron-data/": "data",
     "packages/kenotron-config/": "checks of a config",
+    "packages/kenotron-dist/src/kenotron_dist/statistics.py": "checksums of checkpoints",
     "packages/kenotron-nanotron/": "a converter",
     "apps/convert/": "a converter",
     "apps/generate/": "texts of a trained model",
     "apps/train/kenotron_train/run/": "what surrounds the steps",
+    "apps/train/kenotron_train/log/": "what surrounds the steps",
     "apps/train/kenotron_train/report/": "what surrounds the steps",
     "apps/train/kenotron_train/preflight/": "what surrounds the steps",
     "packages/kenotron-cost/": "the planner",
@@ -232,7 +234,9 @@ def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
         steps = Steps(Path(folder))
         grid_run.write_documents(steps.folder)
         try:
-            given = cases or sorted(bits_layouts.CASES, key=lambda n: bits_layouts.CASES[n].row.ranks)
+            given = cases or sorted(
+                bits_layouts.CASES, key=lambda n: bits_layouts.CASES[n].row.ranks
+            )
             run = lines_of_cases(steps, given, [bugs[name] for name in chosen or bugs])
             for name in chosen or bugs:
                 begin = time.monotonic()
@@ -251,9 +255,9 @@ def unexplained(mutant: Mutant, found: Found) -> bool:
 
     A bug whose lines a layout runs has a reason of its own; else its place may be one.
     """
-    if found.verdict in (CAUGHT, STOPPED, NOT_RUN):
+    if found.verdict in (CAUGHT, STOPPED):
         return False
-    return not (mutant.no_bits if found.verdict == MISSED else reason(mutant))
+    return not (reason(mutant) if found.verdict == OUTSIDE else mutant.no_bits)
 
 
 def results() -> dict[str, Found]:
