@@ -1,8 +1,8 @@
 """Planted bugs that one step shows to the bit: ``python tests/mutants.py --bits [NAME ...]``.
 
 Each bug of ``mutants.toml`` is planted in a copy of the tree, and a step of the reproducible mode
-is computed on the layouts of ``bits_layouts.py`` that run its lines, until loss, norm, a gradient, a
-weight or a moment has other bits than one process without it. The table in ``GRID.md`` is written
+is computed on the layouts of ``bits_layouts.py`` that run its lines, until loss, norm, a gradient,
+a weight or a moment has other bits than one process without it. The table in ``GRID.md`` is written
 after each bug; ``--bits --rest`` continues with those that were not judged yet. The exit status is
 1 where a bug is missed, or no layout runs it, and nothing says why that must be so.
 """
@@ -213,7 +213,6 @@ def line(mutant: Mutant, found: Found) -> str:
 
 def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
     """Judge bugs, all or the named ones; write the table; the exit status."""
-    import bits_layouts
     import grid_run
 
     bugs = {each.name: each for each in mutants.mutants()}

@@ -21,8 +21,8 @@ def test_one_step_shows_a_bug_or_it_is_said_why_it_cannot(name: str) -> None:
     found = mutants_bits.results().get(name)
     assert found, f"run: python tests/mutants.py --bits '{name}'"
     assert not mutants_bits.unexplained(BUGS[name], found), (
-        f"{found.verdict}: extend tests/bits_layouts.py, or say in no_bits of the bug why no bit can "
-        "differ"
+        f"{found.verdict}: extend tests/bits_layouts.py, or say in no_bits of the bug why no bit "
+        "can differ"
     )
 
 
