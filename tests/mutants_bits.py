@@ -233,9 +233,7 @@ def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
         steps = Steps(Path(folder))
         grid_run.write_documents(steps.folder)
         try:
-            given = cases or sorted(
-                bits_layouts.CASES, key=lambda n: bits_layouts.CASES[n].row.ranks
-            )
+            given = cases or sorted(CASES, key=lambda name: CASES[name].row.ranks)
             run = lines_of_cases(steps, given, [bugs[name] for name in chosen or bugs])
             for name in chosen or bugs:
                 begin = time.monotonic()
