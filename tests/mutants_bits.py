@@ -214,6 +214,7 @@ def line(mutant: Mutant, found: Found) -> str:
 def main(names: Sequence[str], cases: Sequence[str] = ()) -> int:
     """Judge bugs, all or the named ones; write the table; the exit status."""
     import grid_run
+    from bits_layouts import CASES
 
     bugs = {each.name: each for each in mutants.mutants()}
     known = {name: results().get(name, Found(NOT_RUN)) for name in bugs}
