@@ -148,7 +148,9 @@ def place_to_resume(
     if not is_own and given.rstrip("/") != url:
         return given
     newest = on_first(mesh, lambda: newest_save(url))
-    return str(folder) if newest is None or (is_own and newest <= _newest_in(folder)) else url
+    return (
+        str(folder) if newest is None or (is_own and tuple(newest) <= _newest_in(folder)) else url
+    )
 
 
 def upload_url(section: S3UploadConfig | None) -> str | None:
