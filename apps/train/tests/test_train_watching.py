@@ -19,13 +19,14 @@ import runs
 import torch
 
 import kenotron_ckpt.saving
+from kenotron_command import short
 from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult, global_counts
 from kenotron_train.assemble import data_plan, plan_of
 from kenotron_train.config_file import load_config
-from kenotron_train.log import numbers, speed_table
+from kenotron_train.log import speed_table
 from kenotron_train.log.figures import Meter, StepFigures, UsedMemory
 from kenotron_train.log.stopwatch import StepTimes, Stopwatch
 from kenotron_train.run.loop import train
@@ -297,7 +298,7 @@ def test_memory_of_a_step_is_its_own_and_that_of_the_device(
     found = meter_of(config_of(tmp_path)).metrics(step)
     names = ("memory_gb", "memory_reserved_gb", "memory_device_gb")
     assert [found[name] for name in names] == [5, 10, 28]
-    assert numbers.short(999.6) == "1e+03"
+    assert short(999.6) == "1e+03"
 
 
 def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
