@@ -126,7 +126,7 @@ def plan_of(config: Config) -> ModelPlan:
         cuda_graph=model.cuda_graph,
         reproducible=config.general.reproducible,
         virtual_shards=cost.virtual_shards,
-        virtual_chunks=config.general.reproducible_max_cp if config.general.reproducible else 1,
+        virtual_chunks=cost.virtual_chunks or 1,
     )
 
 
