@@ -52,16 +52,14 @@ def place(axis: Axis) -> MeshAxis:
 
 
 def parameter_type(layout: TensorLayout, mesh: Mesh, axes: tuple[str, ...]) -> Type:
-    """Cut: V. Whole: I where its gradient is whole on every rank, R where it is summed later."""
-    summed = [mesh[mesh.view(layout).data], *(mesh[name] for name in layout.partial_axes)]
-    cut = [mesh[shard.axis] for shard in layout.shards]
-    found: Type = {}
+    """Type on axes of the tensor's grid (``GridView.type_over``), or on those with their ranks."""
+    view, found = mesh.view(layout), dict[MeshAxis, Any]()
     for axis in (mesh[name] for name in axes):
-        if any(set(axis.ranks) <= set(each.ranks) for each in cut):
-            found[place(axis)] = V
-        else:
-            later = any(set(axis.ranks) <= set(each.ranks) for each in summed)
-            found[place(axis)] = R if later else I
+        own = [axis.name] if axis.name in view.axes else [
+            each for each in view.axes if set(axis.ranks) <= set(mesh[each].ranks)
+        ]  # fmt: skip
+        types = {view.type_over(each, layout) for each in own}
+        found[place(axis)] = next((kind for kind in (V, R) if kind.name in types), I)
     return found
 
 

@@ -178,6 +178,20 @@ def test_ranks_that_agree_are_described_with_their_bytes(tmp_path: Path) -> None
     assert max(map(len, said.splitlines())) <= 100
 
 
+def test_types_of_parameters_are_listed() -> None:
+    """Norms of cut tokens are summed over tp; a tied head is listed once."""
+    said = dry_run_of(config("model.model_config.tie_word_embeddings=true", dp=2, tp=2), 1)
+    tail = said.split("Parameters over axes")[1].split("Not needed")[0]
+    rows = dict(re.findall(r"^  (\S.*?)  (.*(?:\n {4}.*)*)", tail, re.MULTILINE))
+    names = {types: re.findall(r"[\w.*]+", found) for types, found in rows.items()}
+    assert names.keys() == {"dp R, tp V", "dp R, tp R"}
+    assert names["dp R, tp R"] == [
+        "layers.*.attention_norm.weight", "layers.*.mlp_norm.weight", "norm.weight",
+    ]  # fmt: skip
+    assert len(names["dp R, tp V"]) == 5  # the head is the embedding
+    assert "Parameters over axes" not in dry_run_of(config(pp=2, dp=1, tp=1), 1)
+
+
 def test_a_rank_that_calls_more_brings_the_lines_through_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

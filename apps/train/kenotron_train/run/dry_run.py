@@ -12,13 +12,14 @@ import torch
 
 import kenotron_engine
 from kenotron_config import Config
-from kenotron_cost import CostPlan, cost_plan, mesh_sizes
+from kenotron_cost import CostPlan, MeasuredModel, cost_plan, mesh_sizes
 from kenotron_data import Batch
 from kenotron_dist import Mesh, usable_cores
 from kenotron_dist.diagnosis import Diverged, DryRun, dry_run
 from kenotron_engine import DomainObjective, ModelPlan, training_step
 from kenotron_train.assemble import plan_of
 from kenotron_train.progress import fresh_state
+from kenotron_train.run.placements import described_placements
 from kenotron_train.run.preview import cannot_run, missing_paths
 
 MOST_WORKERS = 4
@@ -63,7 +64,9 @@ def dry_run_of(config: Config, workers: int | None = None) -> str:
     if text := found.divergence():
         raise Diverged(text)
     unread = [f"Not needed: {line}" for line in missing if line.startswith(DATA)]
-    return "\n".join([*_described(found, cost_plan(config)), *unread])
+    cost = cost_plan(config)
+    types = described_placements(MeasuredModel(cost).layouts(cost), sizes, WIDTH)
+    return "\n".join([*_described(found, cost), *[""] * bool(types), *types, *unread])
 
 
 def prepared(config: Config, plan: ModelPlan, mesh: Mesh) -> Callable[[], object]:

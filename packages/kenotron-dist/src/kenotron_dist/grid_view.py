@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from kenotron_dist.grid import DATA_AXES, MeshConfig, coords_of
 from kenotron_dist.placement import TensorLayout
@@ -29,6 +30,16 @@ class GridView:
     def at(cls, sizes: Mapping[str, int], rank: int, grid: str = "dense") -> GridView:
         """Return the view of a global rank; the last axis of ``sizes`` varies fastest."""
         return cls(sizes, coords_of(sizes, rank), DATA_AXES[grid])
+
+    def type_over(self, axis: str, layout: TensorLayout) -> Literal["V", "R", "I"]:
+        """Return what a parameter is over an axis of its grid, as ``spmd_types`` calls it.
+
+        V: cut, others on each rank; R: the same values, whose gradients are summed over the axis;
+        I: the same values with the same whole gradients.
+        """
+        if any(shard.axis == axis for shard in layout.shards):
+            return "V"
+        return "R" if axis in (*self.data, *layout.partial_axes) else "I"
 
 
 ViewOf = Callable[[TensorLayout], GridView]
