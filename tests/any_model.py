@@ -41,12 +41,14 @@ LOSS, GRADIENT = 1e-5, 1e-4
 """Deviations that are rounding, as shares of the largest value of a tensor."""
 
 
-def whole_model(kind: str) -> Any:
+def whole_model(kind: str, **changes: Any) -> Any:
     """Return transformers' own model with random weights, biases and norms too."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(kind, **changes), dtype=torch.float32
+    ).train()
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             tensor += 0.05 * torch.randn(tensor.shape)
@@ -70,18 +72,19 @@ def part_of(model: Any, spec: TransformersSpec, mesh: Mesh) -> LayerStack:
 
 
 def deviations(
-    mesh: Mesh, kind: str, plan: dict[str, str] | None = None
+    mesh: Mesh, kind: str, plan: dict[str, str] | None = None, **changes: Any
 ) -> tuple[dict[str, float], str, str]:
     """Compare logits and every gradient; say what tp cuts, and whether pp can share the layers.
 
     Raises ValueError where the family is refused.
     """
     cp, here = mesh["cp"], "kenotron" if mesh["cp"].size > 1 else None
-    sizes = TransformersConfig(config_json=tiny_json(kind), tp_plan=plan, attn_implementation=here)
+    text = tiny_json(kind, **changes)
+    sizes = TransformersConfig(config_json=text, tp_plan=plan, attn_implementation=here)
     spec = sizes.decoder
     if cp.size > 1 and (problem := sequence_problem(spec)):
         raise ValueError(problem)
-    stack = part_of(whole := whole_model(kind), spec, mesh)
+    stack = part_of(whole := whole_model(kind, **changes), spec, mesh)
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (2, SEQUENCE), generator=draw)
     pull = torch.randn(2, SEQUENCE, VOCAB, generator=draw)
@@ -210,14 +213,14 @@ def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def suggested(mesh: Mesh, kind: str) -> tuple[dict[str, str], float]:
+def suggested(mesh: Mesh, kind: str, **changes: Any) -> tuple[dict[str, str], float]:
     """Return the plan that an error suggests for a family without one, and its deviation."""
     warnings.simplefilter("ignore")
     try:
-        deviations(mesh, kind)
+        deviations(mesh, kind, **changes)
     except ValueError as error:
         plan = json.loads(str(error).partition("names suggest ")[2])
-    return plan, max(deviations(mesh, kind, plan)[0].values())
+    return plan, max(deviations(mesh, kind, plan, **changes)[0].values())
 
 
 def _reason(error: Exception) -> str:

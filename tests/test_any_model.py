@@ -1,5 +1,7 @@
 """Every family of transformers with a tp plan computes over two ranks what its plain model does."""
 
+from functools import partial
+
 import any_model
 import pytest
 from tiny_transformers import families
@@ -18,13 +20,26 @@ def test_a_family_over_tp_is_its_plain_model_and_the_page_says_so(group):
     assert any_model.walk(kinds) == sorted(rows[kind] for kind in kinds)
 
 
-SUGGESTED = {
-    "stablelm": ("self_attn.q_proj", "mlp.down_proj"),
-    "opt": ("self_attn.out_proj", "fc1"),
-    "biogpt": ("self_attn.v_proj", "fc2"),
-    "bloom": ("mlp.dense_h_to_4h",),
-    "persimmon": ("mlp.dense_4h_to_h",),
-}
+SUGGESTED = [  # ranks, family, changes of its tiny config, and what the plan has
+    (2, "stablelm", {}, {"self_attn.q_proj": "colwise", "mlp.down_proj": "rowwise"}),
+    (2, "opt", {}, {"self_attn.out_proj": "rowwise", "fc1": "colwise"}),
+    (2, "biogpt", {}, {"self_attn.v_proj": "colwise", "fc2": "rowwise"}),
+    (2, "bloom", {}, {"self_attention": "own_heads_of_bias",
+                      "self_attention.query_key_value": "heads_colwise"}),
+    (2, "persimmon", {}, {"self_attn.query_key_value": "heads_colwise",
+                          "self_attn.q_layernorm": "replicated_with_grad_allreduce"}),
+    (4, "gpt2", {}, {"attn.c_attn": "qkv_colwise", "mlp.c_proj": "rowwise"}),
+    (2, "openai-gpt", {}, {"attn.c_attn": "qkv_colwise", "attn.bias": "replicate"}),
+    (2, "mpt", {}, {"attn": "own_heads_of_bias", "attn.Wqkv": "qkv_colwise"}),
+    (4, "gpt_bigcode", {}, {"attn.c_attn": "multi_query_colwise", "attn.kv_dim": "replicate"}),
+    (2, "gpt_bigcode", {"multi_query": False}, {"attn.c_attn": "heads_colwise"}),
+    (4, "falcon", {}, {"self_attention.query_key_value": "multi_query_colwise"}),
+    (2, "falcon", {"alibi": True, "multi_query": False, "bias": True},
+     {"self_attention.query_key_value": "heads_colwise", "self_attention": "own_heads_of_bias"}),
+    (2, "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2},
+     {"self_attention.num_kv_heads": "divide", "self_attention.query_key_value": "heads_colwise"}),
+    (2, "ctrl", {}, {"multi_head_attention.Wq": "colwise"}),
+]  # fmt: skip
 
 
 @pytest.mark.by_turns(7)
@@ -36,13 +51,13 @@ def test_a_family_without_a_plan_is_its_plain_model_to_the_bit(kind):
     assert pp == ("yes" if kind in any_model.planless()[0] else "no")
 
 
-@pytest.mark.by_turns(2)
-@pytest.mark.parametrize("kind", SUGGESTED)
-def test_a_plan_found_by_names_is_the_plain_model(kind):
-    found = on_ranks(any_model.suggested, kind, tp=2, preload=any_model.PRELOAD)
-    for plan, deviation in found:
-        ends = {name.partition(".*.")[2] for name in plan}
-        assert ends.issuperset(SUGGESTED[kind]) and deviation < any_model.GRADIENT
+@pytest.mark.by_turns(7)
+@pytest.mark.parametrize(("tp", "kind", "changes", "styles"), SUGGESTED)
+def test_a_plan_found_by_names_is_the_plain_model(tp, kind, changes, styles):
+    compared = partial(any_model.suggested, kind=kind, **changes)
+    for plan, deviation in on_ranks(compared, tp=tp, preload=any_model.PRELOAD):
+        found = {name.partition(".*.")[2]: style for name, style in plan.items()}
+        assert found.items() >= styles.items() and deviation < any_model.GRADIENT
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2}, {"tp": 2, "ep": 2}])

@@ -84,6 +84,20 @@ def test_a_plan_of_ones_own_cuts_a_family_without_one(tmp_path):
     assert [loss for loss, *_ in many] == pytest.approx([loss for loss, *_ in one], rel=1e-5)
 
 
+@pytest.mark.by_turns(3)
+@pytest.mark.parametrize("family", ["bloom", "gpt2"])
+def test_the_plan_that_an_error_suggests_trains_as_one_process(family, tmp_path):
+    folder, layout = folder_of(family, tmp_path / "model"), {"parallelism.tp": 2}
+    with pytest.raises(ConfigError, match="names suggest ") as told:
+        configure(folder, tmp_path / "many", layout)
+    plan = json.JSONDecoder().raw_decode(str(told.value).partition("names suggest ")[2])[0]
+    layout |= {"parallelism.pp": 2, "parallelism.recompute": "full"}
+    one = run(configure(folder, tmp_path / "one"))
+    many = run(configure(folder, tmp_path / "many", layout, tp_plan=plan))
+    assert [loss for loss, *_ in many] == pytest.approx([loss for loss, *_ in one], rel=1e-5)
+    assert [norm for _, norm, _ in many] == pytest.approx([x for _, x, _ in one], rel=1e-4)
+
+
 def test_a_parameter_that_a_plan_does_not_synchronise_ends_the_run(tmp_path):
     folder = folder_of("qwen3", tmp_path / "model")
     plan = {"model.layers.*.self_attn.q_norm": "replicate"}

@@ -9,7 +9,14 @@ from kenotron_tp.logits import check_sampling, choose_tokens, likeliest, likelie
 from kenotron_tp.matmul import How, matmul
 from kenotron_tp.mode import TPMode
 from kenotron_tp.parallelize import parallelize
-from kenotron_tp.planned_layers import GatheredColumnLinear, SplitRowLinear, Style
+from kenotron_tp.planned_layers import (
+    GatheredColumnLinear,
+    SplitRowLinear,
+    Style,
+    features_of,
+    is_linear,
+)
+from kenotron_tp.planned_modules import HEAD_BIASES
 from kenotron_tp.products import product
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
 from kenotron_tp.virtual_cross_entropy import virtual_logits
@@ -18,6 +25,7 @@ from kenotron_tp.virtual_shards import OwnChunk, from_shards, shards_of, to_shar
 __all__ = [
     "ColumnParallelLinear",
     "GatheredColumnLinear",
+    "HEAD_BIASES",
     "How",
     "OwnChunk",
     "RowParallelLinear",
@@ -29,7 +37,9 @@ __all__ = [
     "check_sampling",
     "choose_tokens",
     "cross_entropy",
+    "features_of",
     "from_shards",
+    "is_linear",
     "join_tokens",
     "likeliest",
     "likeliest_ids",

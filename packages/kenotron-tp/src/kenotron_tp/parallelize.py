@@ -5,6 +5,9 @@ word, and a style for each:
 
 - ``colwise``: the output features are cut. ``packed_colwise``: they are two pieces of the same
   size, each cut by itself (gate and up). A sequence of ``Chunk``: they are these pieces.
+- ``qkv_colwise``, ``heads_colwise``, ``multi_query_colwise``: queries, keys and values in one
+  matrix; see ``FUSED_STYLES``.
+- ``own_heads_of_bias``: attention that gets a bias for each head, of which it takes its own.
 - ``colwise_gather_output`` (``colwise_rep``): cut, and gathered after the product.
 - ``rowwise``: the input features are cut; of an embedding, its rows (``embedding_rowwise``).
 - ``rowwise_split_input`` (``rowwise_rep``): cut, and the input is whole.
@@ -34,12 +37,14 @@ from kenotron_tp.cut import check_axis
 from kenotron_tp.plan_checks import (
     attention_problems,
     cut_parents,
+    divided_problems,
     latent_problems,
     shared_features,
     unsaid_problems,
 )
-from kenotron_tp.plan_names import Named, match_plan
+from kenotron_tp.plan_names import Named, match_plan, with_pieces
 from kenotron_tp.planned_layers import (
+    BIASED,
     DIVIDED,
     LATENT,
     SHARE,
@@ -50,7 +55,7 @@ from kenotron_tp.planned_layers import (
     cut_layer,
     layer_problem,
 )
-from kenotron_tp.planned_modules import share_input, share_key, sum_output
+from kenotron_tp.planned_modules import own_heads_of_bias, share_input, share_key, sum_output
 from kenotron_tp.planned_parameters import cut_named_parameter, parameter_problems
 
 
@@ -101,6 +106,8 @@ def parallelize(
     """
     check_axis(axis)
     named, problems = match_plan(module, plan)
+    named, more = with_pieces(module, named)
+    problems += more
     tied = _tied_parameters(module)
     for path, each in named.items():
         if each.is_layer:
@@ -109,6 +116,7 @@ def parallelize(
     parents = cut_parents(named)
     problems += parameter_problems(module, named, parents, axis)
     problems += latent_problems(module, named)
+    problems += divided_problems(module, named, axis.size)
     problems += attention_problems(module, named, axis.size)
     problems += unsaid_problems(module, named) if strict else []
     problems += [line for tie in tied for line in _tie_problems(module, tie, named)]
@@ -143,6 +151,8 @@ def _apply(module: nn.Module, path: str, named: Named, axis: Axis, overlap: bool
         setattr(owner, last, getattr(owner, last) // axis.size)
     elif named.style in SUMS:
         sum_output(owner.get_submodule(last), axis)
+    elif named.style == BIASED:
+        own_heads_of_bias(owner.get_submodule(last), axis)
     elif named.style == SHARE:
         share_input(owner.get_submodule(last), axis)
     elif named.style == LATENT:

@@ -9,8 +9,18 @@ from types import CodeType
 
 from torch import nn
 
+from kenotron_tp.fused_pieces import FUSED_STYLES, head_width
 from kenotron_tp.plan_names import Named
-from kenotron_tp.planned_layers import DIVIDED, LATENT, STAYS, SUMMED, gives_cut_features
+from kenotron_tp.planned_layers import (
+    BIASED,
+    DIVIDED,
+    LATENT,
+    STAYS,
+    SUMMED,
+    features_of,
+    gives_cut_features,
+    is_linear,
+)
 
 _FUSED = re.compile(r"(?i).*(qkv|query_key_value|gate_up|up_gate|c_attn|kv_proj|w_?pack|in_proj).*")
 """Names of layers that are several matrices in one."""
@@ -19,7 +29,6 @@ _COUNTS = re.compile(
     r"|intermediate_size|split_size|ffn_dim"
 )
 """Names of numbers that differ on a rank: numbers of heads, and widths."""
-_HEAD_WIDTHS = ("head_dim", "head_size")
 
 
 def cut_parents(named: Mapping[str, Named]) -> dict[str, list[str]]:
@@ -39,21 +48,38 @@ def attention_problems(module: nn.Module, named: Mapping[str, Named], ranks: int
     """Fused matrices whose pieces the plan does not say, and heads that would be cut."""
     problems: list[str] = []
     for path, each in named.items():
-        layer = module.get_submodule(path) if each.what == "module" else None
-        if each.style != "colwise" or not isinstance(layer, nn.Linear):
+        if each.style != "colwise" or each.what != "module":
             continue
+        if not is_linear(layer := module.get_submodule(path)):
+            continue
+        out = features_of(layer)[1]
         parent, _, last = path.rpartition(".")
-        width = _head_width(module.get_submodule(parent))
+        width = head_width(module.get_submodule(parent))
         if _FUSED.fullmatch(last):
             problems.append(
                 f"{path}: colwise does not say how its pieces lie in its "
-                f"{layer.out_features} output features: give packed_colwise for two halves, or its "
-                "Chunks, or one Chunk where they lie head by head"
+                f"{out} output features: give packed_colwise for two halves, "
+                f"{', '.join(FUSED_STYLES)} for attention, or its Chunks"
             )
-        elif width and layer.out_features % width == 0 and layer.out_features // width % ranks:
+        elif width and out % width == 0 and out // width % ranks:
             problems.append(
-                f"{path}: its {layer.out_features // width} heads of {width} features cannot be "
+                f"{path}: its {out // width} heads of {width} features cannot be "
                 f"shared by {ranks} ranks: choose a tp that divides them"
+            )
+    return problems
+
+
+def divided_problems(module: nn.Module, named: Mapping[str, Named], ranks: int) -> list[str]:
+    """Numbers of heads and widths that ranks cannot share."""
+    problems: list[str] = []
+    for path, each in named.items():
+        if each.style != DIVIDED:
+            continue
+        owner, _, last = path.rpartition(".")
+        if (value := getattr(module.get_submodule(owner), last)) % ranks:
+            problems.append(
+                f"{path}: {ranks} ranks cannot share {value}: choose a tp that divides it, or give "
+                f"it {STAYS}"
             )
     return problems
 
@@ -125,12 +151,8 @@ def _tensors(owner: nn.Module) -> Iterator[tuple[str, str]]:
 def _is_said(path: str, named: Mapping[str, Named]) -> bool:
     """Return whether a tensor, or a module that has it, is named."""
     words = path.split(".")
-    return any(".".join(words[:i]) in named for i in range(1, len(words) + 1))
-
-
-def _head_width(owner: nn.Module) -> int | None:
-    found = (getattr(owner, name, None) for name in _HEAD_WIDTHS)
-    return next((value for value in found if type(value) is int and value > 0), None)
+    start = (named.get(".".join(words[:i])) for i in range(1, len(words) + 1))
+    return any(each is not None and each.style != BIASED for each in start)
 
 
 def _counts_read(owner: nn.Module) -> Iterator[tuple[str, int]]:

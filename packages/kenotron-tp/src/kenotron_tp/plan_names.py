@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -11,7 +11,9 @@ from typing import Literal
 from torch import nn
 
 from kenotron_dist.placement import Chunk
+from kenotron_tp.fused_pieces import FUSED_STYLES
 from kenotron_tp.planned_layers import (
+    BIASED,
     COLUMNS,
     DIVIDED,
     LATENT,
@@ -25,6 +27,8 @@ from kenotron_tp.planned_layers import (
     SUMMED,
     SUMS,
     Style,
+    features_of,
+    is_linear,
     style_named,
 )
 
@@ -44,7 +48,7 @@ class Named:
     @property
     def is_layer(self) -> bool:
         """True where it is a layer that is cut."""
-        kept = (SUMMED, STAYS, DIVIDED, LOCAL, LATENT, SHARE, *SUMS)
+        kept = (SUMMED, STAYS, DIVIDED, LOCAL, LATENT, BIASED, SHARE, *SUMS)
         return self.what == "module" and self.style not in kept
 
     @property
@@ -81,6 +85,25 @@ def match_plan(module: nn.Module, plan: Mapping[str, Style]) -> tuple[dict[str, 
                 if first != name:
                     problems.append(f"{first} and {name} are one module: it cannot be cut twice")
     return {} if problems else named, problems
+
+
+def with_pieces(
+    module: nn.Module, named: Mapping[str, Named]
+) -> tuple[dict[str, Named], list[str]]:
+    """Give fused layers the Chunks that their styles stand for; and a line for each problem."""
+    found, problems = {**named}, list[str]()
+    for path, each in named.items():
+        if each.style not in FUSED_STYLES:
+            continue
+        layer, owner = module.get_submodule(path), module.get_submodule(path.rpartition(".")[0])
+        pieces: Sequence[Chunk] | str = f"style {each.style} is for linear layers"
+        if is_linear(layer):
+            pieces = FUSED_STYLES[str(each.style)](features_of(layer)[1], owner)
+        if isinstance(pieces, str):
+            problems.append(f"{path}: {pieces}")
+        else:
+            found[path] = replace(each, style=tuple(pieces))
+    return found, problems
 
 
 def _names(module: nn.Module) -> dict[str, What]:

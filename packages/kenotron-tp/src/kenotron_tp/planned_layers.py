@@ -14,7 +14,9 @@ from kenotron_dist import Axis
 from kenotron_dist.autograd import gather_from, scatter_to
 from kenotron_dist.placement import Chunk, Shard
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
+from kenotron_tp.fused_pieces import FUSED_STYLES
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
+from kenotron_tp.planned_conv1d import acts_as_linear, cut_conv1d, is_conv1d
 from kenotron_tp.planned_modules import own_columns, own_rows
 
 Style = str | Sequence[Chunk]
@@ -30,13 +32,14 @@ SUMS = ("moe_tp_experts", "all_reduce")
 """Styles of a module whose parameters are cut and whose output is summed."""
 SHARE = "moe_identity_expert"
 LATENT = "mla_kv_a_proj"
+BIASED = "own_heads_of_bias"
 STAYS = "replicate"
 LOCAL = "local_params"
 SUMMED = "replicated_with_grad_allreduce"
 DIVIDED = "divide"
 STYLES = (
-    *COLUMNS, "colwise_gather_output", *ROWS, PACKED_ROWS, *EMBEDDINGS, *SUMS, SHARE, LATENT,
-    SUMMED, STAYS, LOCAL, DIVIDED,
+    *COLUMNS, *FUSED_STYLES, "colwise_gather_output", *ROWS, PACKED_ROWS, *EMBEDDINGS, *SUMS, SHARE,
+    LATENT, BIASED, SUMMED, STAYS, LOCAL, DIVIDED,
 )  # fmt: skip
 """All styles that have a name."""
 _EXPERTS = "it places whole experts on ranks: use moe_tp_experts, which cuts each expert"
@@ -86,7 +89,7 @@ def cut_dim(layer: nn.Module, style: Style) -> int:
     """Return the dimension of a layer's weight that a style cuts."""
     if isinstance(layer, nn.Embedding):
         return int(style == "embedding_colwise")
-    return int(style in ROWS)
+    return int((style in ROWS) != is_conv1d(layer))
 
 
 def gives_cut_features(style: Style) -> bool:
@@ -105,6 +108,8 @@ def cut_layer(layer: nn.Module, style: Style, axis: Axis, overlap: bool) -> nn.M
         if type(layer) is not nn.Embedding:
             return own_rows(layer, axis)
         return VocabParallelEmbedding.from_embedding(layer, axis)
+    if is_conv1d(layer):
+        return cut_conv1d(layer, axis, None if style == "rowwise" else _pieces(layer, style))
     assert isinstance(layer, nn.Linear)
     if style == "rowwise":
         return RowParallelLinear.from_linear(layer, axis)
@@ -117,21 +122,35 @@ def cut_layer(layer: nn.Module, style: Style, axis: Axis, overlap: bool) -> nn.M
     return ColumnParallelLinear.from_linear(layer, axis, overlap=overlap, chunks=pieces)
 
 
-def _pieces(layer: nn.Linear, style: Style) -> Sequence[Chunk]:
+def _pieces(layer: nn.Module, style: Style) -> Sequence[Chunk]:
     """The pieces of the output features, each cut by itself."""
     if not isinstance(style, str):
         return style
-    if style == "packed_colwise":
-        return (Chunk(layer.out_features // 2), Chunk(layer.out_features // 2))
-    return (Chunk(layer.out_features),)
+    features = features_of(layer)[1]
+    return (Chunk(features // 2),) * 2 if style == "packed_colwise" else (Chunk(features),)
+
+
+def features_of(layer: nn.Module) -> tuple[int, int]:
+    """Return I and O of a linear layer, or of a ``Conv1D``."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    features, out = layer.get_parameter("weight").shape
+    return features, out
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Return True for what can be cut as a linear layer."""
+    return is_conv1d(layer) or (isinstance(layer, nn.Linear) and acts_as_linear(layer))
 
 
 def layer_problem(layer: nn.Module, style: Style, axis: Axis) -> str | None:
     """Say why a layer cannot be cut in this style; None: it can."""
     kind = type(layer).__name__
     embeds = isinstance(layer, nn.Embedding)
-    if not embeds and type(layer) is not nn.Linear:
-        return f"it is a {kind}: only nn.Linear itself and embeddings can be cut"
+    if not embeds and not is_linear(layer):
+        return f"it is a {kind}: only embeddings and what computes as nn.Linear can be cut"
+    if is_conv1d(layer) and style in ("rowwise_split_input", "colwise_gather_output"):
+        return f"it is a {kind}: of styles with their own exchange it has none"
     if style not in ("rowwise", *EMBEDDINGS) if embeds else style in EMBEDDINGS:
         return f"it is a {kind}: give embedding_rowwise to embeddings, and to them only"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
@@ -143,20 +162,26 @@ def layer_problem(layer: nn.Module, style: Style, axis: Axis) -> str | None:
 
 
 def _size_problem(layer: nn.Module, style: Style, ranks: int) -> str | None:
-    assert isinstance(layer, nn.Linear)
-    sizes = {"in_features": layer.in_features} if style in ROWS else {}
+    features, out = features_of(layer)
+    sizes = {"in_features": features} if style in ROWS else {}
     if style == "colwise":
-        sizes["out_features"] = layer.out_features
+        sizes["out_features"] = out
     elif style == "packed_colwise":
-        sizes["half of out_features"] = layer.out_features // 2
-        if layer.out_features % 2:
-            return f"out_features {layer.out_features} cannot be two pieces of the same size"
+        sizes["half of out_features"] = out // 2
+        if out % 2:
+            return f"out_features {out} cannot be two pieces of the same size"
     for name, size in sizes.items():
         if size % ranks:
             return f"{name} {size} cannot be cut over {ranks} ranks: choose a tp that divides it"
     if isinstance(style, str):
         return None
-    if sum(chunk.size for chunk in style) != layer.out_features:
+    if sum(chunk.size for chunk in style) != out:
         given = " + ".join(str(chunk.size) for chunk in style)
-        return f"its Chunks are {given}, and out_features is {layer.out_features}"
+        return f"its Chunks are {given}, and out_features is {out}"
+    for chunk in style:
+        if chunk.parts is None and not chunk.pad and chunk.size % ranks:
+            return (
+                f"a piece of {chunk.size} output features cannot be cut over {ranks} ranks: choose "
+                "a tp that divides it"
+            )
     return None

@@ -4,7 +4,7 @@ A class here stands in front of the module's own class: its `forward` calls the 
 collectives. Parameters keep their names.
 
 Shapes: V rows of a table, D its columns, R features of a key that all heads share; ``/t`` is
-divided by tp size.
+divided by tp size. Of attention: B rows, H heads, S tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from kenotron_dist.placement import Placements, Shard
 from kenotron_tp.cut import cut_parameter
 from kenotron_tp.embedding import check_embedding, vocabulary_chunk
 
+HEAD_BIASES = {"alibi", "position_bias"}
+"""Arguments of attention with a bias for each head."""
+HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+"""Attributes of attention with its number of heads."""
 
-class _Cut(nn.Module):
+
+class CutModule(nn.Module):
     """A module of which each rank computes a share."""
 
     axis: Axis
     placements: Placements
 
 
-class SummedOutput(_Cut):
+class SummedOutput(CutModule):
     """Experts whose hidden features are cut: the sum of all ranks' outputs is the output.
 
     Inputs are whole. An all-reduce in forward, and one for the gradient of each input in backward.
@@ -48,7 +53,7 @@ class SummedOutput(_Cut):
         return reduce_from(x, self.axis) if isinstance(x, Tensor) else x
 
 
-class SharedInput(_Cut):
+class SharedInput(CutModule):
     """A module without parameters next to experts that are cut: 1/t of its input enters it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +61,7 @@ class SharedInput(_Cut):
         return super().forward(x / self.axis.size)
 
 
-class SharedKey(_Cut):
+class SharedKey(CutModule):
     """Projection to a latent and to R features of a key that the heads of all ranks read.
 
     The latent's gradient is whole: column layers follow. That of the key is all-reduced.
@@ -71,7 +76,7 @@ class SharedKey(_Cut):
         return torch.cat([latent, copy_to(key, self.axis)], -1)
 
 
-class OwnRows(_Cut):
+class OwnRows(CutModule):
     """An embedding of another class than torch's, cut over its rows: (...) -> (..., D).
 
     What its class does to a row it does on the rank that has it. An all-reduce in forward.
@@ -90,7 +95,28 @@ class OwnRows(_Cut):
         return reduce_from(x.masked_fill(foreign.unsqueeze(-1), 0.0), self.axis)
 
 
-class OwnColumns(_Cut):
+class OwnHeadsOfBias(CutModule):
+    """Attention whose heads are cut: it gets the biases of its own heads (ALiBi).
+
+    They come as ``alibi`` (B H, 1, S) or (B, H, 1, S), as ``position_bias`` (H, S, S), or in an
+    ``attention_mask`` (B, H, S, S), for the H heads of all ranks.
+    """
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Compute with the biases of this rank's heads."""
+        own = next(n for name in HEADS if type(n := getattr(self, name, None)) is int)
+        heads, first = own * self.axis.size, own * self.axis.rank
+        for name in {*HEAD_BIASES, "attention_mask"} & options.keys():
+            whole = options[name]
+            if whole is None or (name == "attention_mask" and whole.shape[-3:-2] != (heads,)):
+                continue
+            of_heads = whole if whole.ndim == 4 else whole.unflatten(0, (-1, heads))
+            found = of_heads.narrow(1, first, own)
+            options[name] = found if whole.ndim == 4 else found.flatten(0, 1)
+        return super().forward(*args, **options)
+
+
+class OwnColumns(CutModule):
     """An embedding cut over its columns: (...) -> (..., D); an all-gather in forward."""
 
     whole_columns: int
@@ -100,7 +126,7 @@ class OwnColumns(_Cut):
         return gather_from(super().forward(ids), self.axis, -1)[..., : self.whole_columns]
 
 
-def _become(module: nn.Module, front: type[_Cut], axis: Axis, **attributes: Any) -> nn.Module:
+def become(module: nn.Module, front: type[CutModule], axis: Axis, **attributes: Any) -> nn.Module:
     """Put a class in front of a module's own; on one rank leave it as it is."""
     if axis.size == 1:
         return module
@@ -113,17 +139,22 @@ def _become(module: nn.Module, front: type[_Cut], axis: Axis, **attributes: Any)
 
 def sum_output(module: nn.Module, axis: Axis) -> nn.Module:
     """Make a module return the sum of all ranks' outputs; see `SummedOutput`."""
-    return _become(module, SummedOutput, axis)
+    return become(module, SummedOutput, axis)
 
 
 def share_input(module: nn.Module, axis: Axis) -> nn.Module:
     """Give a module 1/t of its input; see `SharedInput`."""
-    return _become(module, SharedInput, axis)
+    return become(module, SharedInput, axis)
+
+
+def own_heads_of_bias(attention: nn.Module, axis: Axis) -> nn.Module:
+    """Give attention the biases of its own heads; see `OwnHeadsOfBias`."""
+    return become(attention, OwnHeadsOfBias, axis)
 
 
 def share_key(module: nn.Module, axis: Axis, features: int) -> nn.Module:
     """Sum the gradient of a layer's last output features; see `SharedKey`."""
-    return _become(module, SharedKey, axis, key_features=features)
+    return become(module, SharedKey, axis, key_features=features)
 
 
 def own_rows(embedding: nn.Embedding, axis: Axis) -> nn.Module:
@@ -135,7 +166,7 @@ def own_rows(embedding: nn.Embedding, axis: Axis) -> nn.Module:
         held = embedding.weight.shape[0]
         own = embedding.padding_idx - axis.rank * held
         embedding.padding_idx = own if 0 <= own < held else None
-    return _become(embedding, OwnRows, axis, whole_rows=rows)
+    return become(embedding, OwnRows, axis, whole_rows=rows)
 
 
 def own_columns(embedding: nn.Embedding, axis: Axis) -> nn.Module:
@@ -143,7 +174,7 @@ def own_columns(embedding: nn.Embedding, axis: Axis) -> nn.Module:
     check_embedding(embedding)
     columns = embedding.embedding_dim
     _cut_table(embedding, Shard(axis.name, 1, (vocabulary_chunk(columns, axis.size),)), axis)
-    return _become(embedding, OwnColumns, axis, whole_columns=columns)
+    return become(embedding, OwnColumns, axis, whole_columns=columns)
 
 
 def _cut_table(embedding: nn.Embedding, shard: Shard, axis: Axis) -> None:
