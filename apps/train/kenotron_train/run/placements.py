@@ -1,4 +1,4 @@
-"""What each parameter is over each axis of a layout, in the terms of ``spmd_types``."""
+"""Types of parameters over the axes of a layout, in the terms of ``spmd_types``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from textwrap import wrap
 
-from kenotron_dist.grid import MeshConfig
-from kenotron_dist.grid_view import views_of
+from kenotron_dist import MeshConfig, views_of
 from kenotron_dist.placement import TensorLayout
 
 LEGEND = (
