@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kenotron_dist import Axis
@@ -16,7 +17,7 @@ from kenotron_dist.placement import Chunk, Shard
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.fused_pieces import FUSED_STYLES
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
-from kenotron_tp.planned_conv1d import acts_as_linear, cut_conv1d, is_conv1d
+from kenotron_tp.planned_conv1d import cut_conv1d, is_conv1d
 from kenotron_tp.planned_modules import own_columns, own_rows
 
 Style = str | Sequence[Chunk]
@@ -140,7 +141,29 @@ def features_of(layer: nn.Module) -> tuple[int, int]:
 
 def is_linear(layer: nn.Module) -> bool:
     """Return True for what can be cut as a linear layer."""
-    return is_conv1d(layer) or (isinstance(layer, nn.Linear) and acts_as_linear(layer))
+    return is_conv1d(layer) or (isinstance(layer, nn.Linear) and _acts_as_linear(layer))
+
+
+def _acts_as_linear(layer: nn.Linear) -> bool:
+    """Return True where a class derived from ``nn.Linear`` computes what that does.
+
+    Its ``forward`` is run on small values, in a module that has a weight and a bias alone.
+    """
+    if type(layer) is nn.Linear:
+        return True
+    small, torch_linear = (kind.__new__(kind) for kind in (type(layer), nn.Linear))
+    draw = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(s, generator=draw) for s in ((3, 2), (3,), (4, 2)))
+    for each in (small, torch_linear):
+        nn.Module.__init__(each)
+        each.in_features, each.out_features = 2, 3
+        each.weight = nn.Parameter(weight)
+        each.register_parameter("bias", None if layer.bias is None else nn.Parameter(bias))
+    try:
+        with torch.no_grad():
+            return torch.allclose(small(x), torch_linear(x))
+    except Exception:  # of any kind: its code reads more than a linear layer has
+        return False
 
 
 def layer_problem(layer: nn.Module, style: Style, axis: Axis) -> str | None:
