@@ -22,9 +22,9 @@ def join_fake_world(rank: int, size: int, device: torch.device | str | None) -> 
     """Make the default process group, of ``size`` ranks, in which this process is ``rank``.
 
     Raises:
-        ValueError: there is no such rank, the device is not meta, or this process is in a world.
+        ValueError: there is no such rank, the device is the CPU, or this process is in a world.
     """
-    if device is not None and torch.device(device).type != "meta":
+    if device is not None and torch.device(device).type == "cpu":
         raise ValueError(
             f"device {device} was given with backend 'fake', whose ranks have no values: leave it "
             "out, or give 'meta'"

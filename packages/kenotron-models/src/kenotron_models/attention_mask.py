@@ -118,9 +118,20 @@ class AttentionMask:
         begins = range(0, sequence, size)
         if self.first_BS is None:
             return [[(0, 0) for _ in begins]]
-        first = self.first_BS[:, list(begins)].tolist()
-        last = self.first_BS[:, [min(begin + size, sequence) - 1 for begin in begins]].tolist()
+        first_BS = self._on_host().first_BS
+        assert first_BS is not None  # the same mask
+        first = first_BS[:, list(begins)].tolist()
+        last = first_BS[:, [min(begin + size, sequence) - 1 for begin in begins]].tolist()
         return [list(zip(*row, strict=True)) for row in zip(first, last, strict=True)]
+
+    def _on_host(self) -> AttentionMask:
+        """The same on the host, where positions are there or do not matter: no device waits."""
+        positions = self.context.host_positions_BS
+        if not self.documents:
+            positions = torch.empty(1, self.sequence, dtype=torch.int64, device="cpu")
+        if positions is None:
+            return self
+        return AttentionMask(Context(positions), self.window, self.documents)
 
 
 def document_lengths(positions_BS: Tensor) -> DocumentLengths:

@@ -1,0 +1,47 @@
+"""Values for what a program reads of a device without values: experts get equally many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Around = Mapping[str, Any]
+"""Variables of the function that reads."""
+
+
+def evenly(total: int, parts: int) -> list[int]:
+    each, more = divmod(total, parts)
+    return [each + (i < more) for i in range(parts)]
+
+
+def rows_of_groups(counts: Tensor, around: Around) -> Tensor:
+    """Rows of each group of rows."""
+    rows = around["y"] if "y" in around else around["x"]
+    return torch.tensor(evenly(len(rows), counts.numel())).view(counts.shape)
+
+
+def exchanged(counts: Tensor, around: Around) -> Tensor:
+    """Rows to and from each rank."""
+    from kenotron_ep.exchange import _evenly
+
+    c, e = counts.shape[2], counts.shape[3] - 1
+    return torch.tensor(_evenly(around["choices"], c, e, around["axis"]))
+
+
+def distinct(counts: Tensor, around: Around) -> Tensor:
+    """Distinct tokens of each group: the most that can be."""
+    each = min(len(around["places"]) // around["groups"] + 1, around["width"])
+    return torch.full(counts.shape, each)
+
+
+ANSWERS: dict[str, Callable[[Tensor, Around], Tensor]] = {
+    "ep/src/kenotron_ep/exchange.py": exchanged,
+    "ep/src/kenotron_ep/shared_tokens.py": distinct,
+    "models/src/kenotron_models/stacked_by_source.py": rows_of_groups,
+    "models/src/kenotron_models/stacked_linear.py": rows_of_groups,
+    "models/src/kenotron_models/transformers_model.py": lambda x, _: torch.zeros(x.shape, dtype=x.dtype),
+}
+"""By file; elsewhere each number is 1."""
