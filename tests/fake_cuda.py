@@ -4,7 +4,7 @@ Within ``fake_cuda()`` what a program puts on ``cuda:0`` has a shape, a dtype an
 no values, as torch's fake tensors; tensors on the CPU are ordinary. So a program takes its GPU
 paths, and three faults of these raise an error with the operator, each at its line: an operation on
 tensors of both devices, a number of the device read on the host, and a copy from memory that is not
-page-locked, for which the host waits. Those that are known (``host_reads``) get an answer.
+page-locked, for which the host waits. Reads that are known (``host_reads``) get an answer.
 
 torch's own fake tensors cannot do this where no GPU is: torch's autograd asks the driver for the
 streams of any tensor that is on CUDA to C++. To C++ these here are on meta.
@@ -16,18 +16,21 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from fake_cuda_answers import ANSWERS
-from host_reads import HOST_READS, READS_OF_DEVICE, UPLOADS
+from host_reads import ELSEWHERE, IN_A_STEP
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from kenotron_dist.diagnosis.meta_results import MetaResults
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda", 0)
@@ -42,22 +45,26 @@ READING = {
 }  # fmt: skip
 """Operators whose results, or their shapes, are numbers of the device."""
 COPIES = {aten.copy_.default, aten._foreach_copy_.default}
-TAKES_HOST_INDICES = {
+INDEXES = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
     aten._index_put_impl_.default,
 }  # fmt: skip
-"""Operators that copy indices on the host to the device, for which the host waits."""
+"""Operators with indices: those on the host are copied to the device, for which the host waits."""
 
 
-class WrongDevice(AssertionError):
+class DeviceFault(AssertionError):
+    """What is wrong on a GPU, or makes the host wait for it."""
+
+
+class WrongDevice(DeviceFault):
     """Tensors of both devices in one operation."""
 
 
-class HostRead(AssertionError):
+class HostRead(DeviceFault):
     """A number of the device that the host reads, and so waits for."""
 
 
-class BlockingCopy(AssertionError):
+class BlockingCopy(DeviceFault):
     """A copy to the device from memory that is not page-locked, or not queued."""
 
 
@@ -105,9 +112,9 @@ class Machine:
         self.copies: Counter[str] = Counter()
         """Likewise, copies to the device for which it waited."""
         self.in_step = False
-        """True: such a copy is an error, unless it is known."""
+        """True: such a copy is an error, and so are reads that are known elsewhere only."""
         self.operators: Counter[str] = Counter()
-        """Operators on the device."""
+        """Operators on the device, and how often each was called."""
         self.pinned: set[int] = set()
         """Storages in page-locked memory."""
         self.wanted: list[torch.device | None] = []
@@ -135,9 +142,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.machine = machine
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         if DeviceTensor.inside or func is torch.device:
             return func(*args, **given)
@@ -203,15 +208,13 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
-        self.machine = machine
+        self.machine, self.results = machine, MetaResults()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         tensors = [x for x in tree_flatten((args, given))[0] if isinstance(x, Tensor)]
         there = any(isinstance(x, DeviceTensor) for x in tensors)
@@ -220,7 +223,7 @@ class Operators(TorchDispatchMode):
         made = given.get("device") == META and wanted != META
         if not there and not made:
             return func(*args, **given)
-        if there and func in READING:
+        if there and (func in READING or _takes_mask(func, tensors)):
             return self._read(func, args)
         if there and given.get("device") == CPU:
             return _answered(self.machine, "cpu", args[0]).to(given.get("dtype"))
@@ -238,7 +241,7 @@ class Operators(TorchDispatchMode):
         self.machine.operators[str(func)] += 1
         with _inside():
             args, given = tree_map_only(Tensor, _shape, (args, given))
-            found = func(*args, **given)
+            found = self.results.__torch_dispatch__(func, types, args, given)
         old = {id(x) for x in tree_flatten((args, given))[0]}
         return tree_map_only(Tensor, lambda x: x if id(x) in old else _wrapped(x), found)
 
@@ -246,7 +249,7 @@ class Operators(TorchDispatchMode):
         found = _answered(self.machine, str(func), args[0])
         if func is aten._local_scalar_dense.default:
             return found.reshape(-1)[0].item()
-        result = func(found, *args[1:])
+        result = func(found, *tree_map_only(DeviceTensor, _ones, args[1:]))
         return tree_map_only(Tensor, lambda x: on_device(x.to(META)), result)
 
     def _copied(self, func: Any, to: Any, source: Any, non_blocking: bool = False) -> bool:
@@ -270,7 +273,7 @@ def _check_devices(
     machine: Machine, func: Any, tensors: Sequence[Tensor], host: Sequence[Tensor]
 ) -> None:
     """Raise WrongDevice where CUDA would not take tensors of the host, too."""
-    if func in TAKES_HOST_INDICES and tensors[0] not in host:
+    if func in INDEXES and isinstance(tensors[0], DeviceTensor):
         _blocking(machine, "indices on the host")
         return
     numbers = all(x.ndim == 0 for x in host) and torch.Tag.pointwise in func.tags
@@ -280,9 +283,9 @@ def _check_devices(
 
 
 def _blocking(machine: Machine, what: str) -> None:
-    file, line, _ = _caller()
+    _, line, _ = _caller()
     machine.copies[line] += 1
-    if machine.in_step and file not in UPLOADS:
+    if machine.in_step:
         raise BlockingCopy(f"{what} at {line}: not queued from page-locked memory")
 
 
@@ -290,15 +293,22 @@ def _answered(machine: Machine, what: str, x: Tensor) -> Tensor:
     """Values (CPU) for a read that is known. Raises HostRead for others."""
     file, line, around = _caller()
     machine.reads[line] += 1
-    if file not in HOST_READS and file not in READS_OF_DEVICE:
+    if file not in IN_A_STEP and (machine.in_step or file not in ELSEWHERE):
         raise HostRead(f"{what} of {tuple(x.shape)} at {line}: the host waits for the device")
     answer = ANSWERS.get(file)
-    return torch.ones(x.shape, dtype=x.dtype) if answer is None else answer(x, around)
+    return _ones(x) if answer is None else answer(x, around)
 
 
-def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *_: Any, **__: Any
-) -> int:
+def _ones(x: Tensor) -> Tensor:
+    return torch.ones(x.shape, dtype=x.dtype)
+
+
+def _takes_mask(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return True where a mask is an index: how much it takes is a number of the device."""
+    return func in INDEXES and any(x.dtype == torch.bool for x in tensors[1:])
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> int:
     """Kernel of torch's attention that a Hopper GPU takes."""
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return SDPBackend.MATH.value
@@ -355,8 +365,31 @@ def _accelerator() -> dict[Any, dict[str, Any]]:
         "device_count": always(1), "current_device_index": always(0),
         "set_device_index": always(None), "current_stream": _Stream, "synchronize": always(None),
     }  # fmt: skip
-    cuda = {"get_device_capability": always(HOPPER), "current_device": always(0)}
+    cuda = {"get_device_capability": always(HOPPER), "current_device": always(0),
+            "get_device_name": always("a GPU in name only")}  # fmt: skip
     return {torch.accelerator: here, torch.cuda: cuda, torch: {"Event": _Stream}}
+
+
+def _run_backward(calls: Calls, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let ``calls`` see what hooks call: a mode is off while one of its functions runs."""
+    if torch._C._len_torch_function_stack():
+        return run(*args, **kwargs)
+    with calls:
+        return run(*args, **kwargs)
+
+
+@contextmanager
+def a_step(machine: Machine) -> Iterator[None]:
+    """Allow within it no more than a step may do. A fault in a pipeline is raised as itself."""
+    machine.in_step = True
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, DeviceFault):
+            raise error.__cause__ from error
+        raise
+    finally:
+        machine.in_step = False
 
 
 @contextmanager
@@ -370,6 +403,8 @@ def fake_cuda() -> Iterator[Machine]:
     with ExitStack() as stack:
         for module, names in _accelerator().items():
             stack.enter_context(mock.patch.multiple(module, **names))
+        run = partial(_run_backward, Calls(machine), torch.autograd._engine_run_backward)
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run))
         stack.enter_context(Calls(machine))
         stack.enter_context(Operators(machine))
         yield machine

@@ -42,6 +42,8 @@ ANSWERS: dict[str, Callable[[Tensor, Around], Tensor]] = {
     "ep/src/kenotron_ep/shared_tokens.py": distinct,
     "models/src/kenotron_models/stacked_by_source.py": rows_of_groups,
     "models/src/kenotron_models/stacked_linear.py": rows_of_groups,
-    "models/src/kenotron_models/transformers_model.py": lambda x, _: torch.zeros(x.shape, dtype=x.dtype),
+    "models/src/kenotron_models/transformers_model.py": lambda x, _: torch.zeros(
+        x.shape, dtype=x.dtype
+    ),
 }
 """By file; elsewhere each number is 1."""

@@ -2,7 +2,7 @@
 
 HOST_READS = {
     "cp/src/kenotron_cp/visibility.py": "rows' documents: they are on the host",
-    "dist/src/kenotron_dist/fake_world.py": "host_number, which says what meta has",
+    "dist/src/kenotron_dist/fake_world.py": "host_numbers, which says what meta has",
     "dist/src/kenotron_dist/objects.py": "control messages: on the host, where all ranks are alike",
     "dist/src/kenotron_dist/statistics.py": "a checksum of values: not on meta",
     "dist/src/kenotron_dist/testing.py": "an example in a docstring",
@@ -30,13 +30,19 @@ HOST_READS = {
     "tp/src/kenotron_tp/softmax.py": "an error's message",
 }
 """Files of packages with ``.item()``, ``.tolist()`` or ``.cpu()``, and what meta has there."""
-READS_OF_DEVICE: dict[str, str] = {
-    "dist/src/kenotron_dist/weight_products.py": "a trial of a kernel, once for each device",
-    "models/src/kenotron_models/transformers_model.py": "a check of buffers, before training",
+IN_A_STEP = {
+    "dist/src/kenotron_dist/fake_world.py": "losses that layers add, once at the end",
+    "dist/src/kenotron_dist/weight_products.py": "a trial of a kernel, once in a process",
+    "ep/src/kenotron_ep/exchange.py": "rows of each expert and rank, once for each exchange",
+    "ep/src/kenotron_ep/shared_tokens.py": "distinct tokens, of ways that send each once",
+    "models/src/kenotron_models/stacked_by_source.py": "rows of each group, in reproducible mode",
+    "models/src/kenotron_models/stacked_linear.py": "rows of each expert, but in bf16",
     "models/src/kenotron_models/transformers_skeleton.py": "a check of masks, in the first step",
 }
-"""Further files that read a number of the device, by ``bool`` or ``int``."""
-UPLOADS: dict[str, str] = {
-    "dist/src/kenotron_dist/init.py": "first values, drawn on the host",
+"""Files that may read a number of a device while a step runs, next to the numbers of the step."""
+ELSEWHERE = {
+    "engine/src/kenotron_engine/evaluation.py": "losses, at the end of an evaluation",
+    "models/src/kenotron_models/generate.py": "new tokens, once for each place",
+    "models/src/kenotron_models/transformers_model.py": "a check of buffers, before training",
 }
-"""Files that copy to the device what is not in page-locked memory: the host waits."""
+"""Those that read one before or after."""

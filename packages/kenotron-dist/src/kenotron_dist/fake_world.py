@@ -3,10 +3,12 @@
 Tensors are on meta: they have shapes and no values, nothing is sent, and what would be is recorded
 (``record``). Control messages are on the CPU, where torch's fake process group does nothing: every
 other rank has what this one has. Where a number of a tensor decides what happens next, a rank
-decides as in an ordinary step (``host_number``).
+decides as in an ordinary step (``host_numbers``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,8 @@ def leave_fake_world() -> None:
         dist.set_debug_level_from_env()
 
 
-def host_number(x: Tensor, on_meta: float = 0.0) -> float:
-    """Read a scalar () on the host: every device waits. On meta it has no value: ``on_meta``."""
-    return on_meta if x.is_meta else x.item()
+def host_numbers(scalars: Sequence[Tensor], on_meta: float = 0.0) -> list[float]:
+    """Read scalars () on the host, all at once: the device waits. On meta each is ``on_meta``."""
+    if not scalars or scalars[0].is_meta:
+        return [on_meta] * len(scalars)
+    return torch.stack(list(scalars)).tolist()
