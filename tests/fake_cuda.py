@@ -12,18 +12,30 @@ streams of any tensor that is on CUDA to C++. To C++ these here are on meta.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from fake_cuda_answers import ANSWERS
-from host_reads import ELSEWHERE, IN_A_STEP
+from fake_cuda_device import (
+    CPU,
+    DEVICE,
+    META,
+    DeviceFault,
+    DeviceTensor,
+    Machine,
+    WrongDevice,
+    answered,
+    blocking,
+    caller,
+    inside_operator,
+    on_device,
+    ones,
+    shape_of,
+    wrapped,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
@@ -32,9 +44,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from kenotron_dist.diagnosis.meta_results import MetaResults
 
-ROOT = Path(__file__).parent.parent
-DEVICE = torch.device("cuda", 0)
-META, CPU = torch.device("meta"), torch.device("cpu")
 HOPPER = (9, 0)
 """Compute capability."""
 aten = torch.ops.aten
@@ -50,89 +59,6 @@ INDEXES = {
     aten._index_put_impl_.default,
 }  # fmt: skip
 """Operators with indices: those on the host are copied to the device, for which the host waits."""
-
-
-class DeviceFault(AssertionError):
-    """What is wrong on a GPU, or makes the host wait for it."""
-
-
-class WrongDevice(DeviceFault):
-    """Tensors of both devices in one operation."""
-
-
-class HostRead(DeviceFault):
-    """A number of the device that the host reads, and so waits for."""
-
-
-class BlockingCopy(DeviceFault):
-    """A copy to the device from memory that is not page-locked, or not queued."""
-
-
-class DeviceTensor(Tensor):
-    """A tensor on the device that does not exist: one on meta, to C++."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    inside = 0
-    """Above 0 while an operator's own code computes shapes: there the tensor is on meta."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} on a fake CUDA tensor outside of fake_cuda()")
-
-    @property
-    def device(self) -> torch.device:  # pyrefly: ignore[bad-override]
-        return META if DeviceTensor.inside else DEVICE
-
-    @property
-    def is_meta(self) -> bool:  # pyrefly: ignore[bad-override]
-        return bool(DeviceTensor.inside)
-
-    @property
-    def is_cuda(self) -> bool:  # pyrefly: ignore[bad-override]
-        return not DeviceTensor.inside
-
-    def get_device(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
-        return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
-
-
-def on_device(x: Tensor) -> Tensor:
-    """Put a new tensor on meta on the device."""
-    return Tensor._make_subclass(DeviceTensor, x, x.requires_grad)
-
-
-class Machine:
-    """Record of what the host did with the device."""
-
-    def __init__(self) -> None:
-        self.reads: Counter[str] = Counter()
-        """By line of a package: numbers of the device that the host waited for."""
-        self.copies: Counter[str] = Counter()
-        """Likewise, copies to the device for which it waited."""
-        self.in_step = False
-        """True: such a copy is an error, and so are reads that are known elsewhere only."""
-        self.operators: Counter[str] = Counter()
-        """Operators on the device, and how often each was called."""
-        self.pinned: set[int] = set()
-        """Storages in page-locked memory."""
-        self.wanted: list[torch.device | None] = []
-        """Device of the results of each call of torch that is open."""
-
-
-def _caller() -> tuple[str, str, Mapping[str, Any]]:
-    """Return the innermost frame of a package or program: its file, its line, its variables."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT / "packages") or path.is_relative_to(ROOT / "apps"):
-            name = str(path.relative_to(ROOT)).removeprefix("packages/kenotron-")
-            return name, f"{name}:{frame.f_lineno}", frame.f_locals
-        if path.name.startswith("test_"):
-            return path.name, f"{path.name}:{frame.f_lineno}", frame.f_locals
-        frame = frame.f_back
-    return "", "an unknown line", {}
 
 
 class Calls(TorchFunctionMode):
@@ -163,14 +89,14 @@ class Calls(TorchFunctionMode):
         machine.wanted.append(wanted)
         try:
             if wanted == DEVICE and name in ("tensor", "as_tensor"):
-                _blocking(machine, "torch.tensor(..., device=...)")
+                blocking(machine, "torch.tensor(..., device=...)")
             found = func(*args, **given)
         finally:
             machine.wanted.pop()
         return self._pinned("pin_memory", found) if pin else found
 
     def _read(self, name: str, x: Tensor) -> Tensor:
-        return _answered(self.machine, name, x)
+        return answered(self.machine, name, x)
 
     def _pinned(self, name: str, x: Tensor) -> Any:
         place = x.untyped_storage().data_ptr()
@@ -226,7 +152,7 @@ class Operators(TorchDispatchMode):
         if there and (func in READING or _takes_mask(func, tensors)):
             return self._read(func, args)
         if there and given.get("device") == CPU:
-            return _answered(self.machine, "cpu", args[0]).to(given.get("dtype"))
+            return answered(self.machine, "cpu", args[0]).to(given.get("dtype"))
         if func in COPIES:
             if self._copied(func, *args, **given):
                 return args[0]
@@ -239,17 +165,17 @@ class Operators(TorchDispatchMode):
         if func is aten.repeat_interleave.Tensor and given.get("output_size") is None:
             return self._read(func, args)
         self.machine.operators[str(func)] += 1
-        with _inside():
-            args, given = tree_map_only(Tensor, _shape, (args, given))
+        with inside_operator():
+            args, given = tree_map_only(Tensor, shape_of, (args, given))
             found = self.results.__torch_dispatch__(func, types, args, given)
         old = {id(x) for x in tree_flatten((args, given))[0]}
-        return tree_map_only(Tensor, lambda x: x if id(x) in old else _wrapped(x), found)
+        return tree_map_only(Tensor, lambda x: x if id(x) in old else wrapped(x), found)
 
     def _read(self, func: Any, args: Sequence[Any]) -> Any:
-        found = _answered(self.machine, str(func), args[0])
+        found = answered(self.machine, str(func), args[0])
         if func is aten._local_scalar_dense.default:
             return found.reshape(-1)[0].item()
-        result = func(found, *tree_map_only(DeviceTensor, _ones, args[1:]))
+        result = func(found, *tree_map_only(DeviceTensor, ones, args[1:]))
         return tree_map_only(Tensor, lambda x: on_device(x.to(META)), result)
 
     def _copied(self, func: Any, to: Any, source: Any, non_blocking: bool = False) -> bool:
@@ -259,14 +185,14 @@ class Operators(TorchDispatchMode):
         up = [p for p in pairs if p[1].device == CPU and isinstance(p[0], DeviceTensor)]
         for target, x in down:
             queued = non_blocking and target.untyped_storage().data_ptr() in self.machine.pinned
-            target.fill_(1) if queued else target.copy_(_answered(self.machine, str(func), x))
+            target.fill_(1) if queued else target.copy_(answered(self.machine, str(func), x))
         for _, x in up:
             self._upload(x, non_blocking)
         return bool(down)
 
     def _upload(self, x: Tensor, non_blocking: bool) -> None:
         if not non_blocking or x.untyped_storage().data_ptr() not in self.machine.pinned:
-            _blocking(self.machine, "a copy to the device")
+            blocking(self.machine, "a copy to the device")
 
 
 def _check_devices(
@@ -274,33 +200,12 @@ def _check_devices(
 ) -> None:
     """Raise WrongDevice where CUDA would not take tensors of the host, too."""
     if func in INDEXES and isinstance(tensors[0], DeviceTensor):
-        _blocking(machine, "indices on the host")
+        blocking(machine, "indices on the host")
         return
     numbers = all(x.ndim == 0 for x in host) and torch.Tag.pointwise in func.tags
     if not numbers:
         shapes = ", ".join(str(tuple(x.shape)) for x in host)
-        raise WrongDevice(f"{func} at {_caller()[1]}: tensors on cuda:0, and on the CPU {shapes}")
-
-
-def _blocking(machine: Machine, what: str) -> None:
-    _, line, _ = _caller()
-    machine.copies[line] += 1
-    if machine.in_step:
-        raise BlockingCopy(f"{what} at {line}: not queued from page-locked memory")
-
-
-def _answered(machine: Machine, what: str, x: Tensor) -> Tensor:
-    """Values (CPU) for a read that is known. Raises HostRead for others."""
-    file, line, around = _caller()
-    machine.reads[line] += 1
-    if file not in IN_A_STEP and (machine.in_step or file not in ELSEWHERE):
-        raise HostRead(f"{what} of {tuple(x.shape)} at {line}: the host waits for the device")
-    answer = ANSWERS.get(file)
-    return _ones(x) if answer is None else answer(x, around)
-
-
-def _ones(x: Tensor) -> Tensor:
-    return torch.ones(x.shape, dtype=x.dtype)
+        raise WrongDevice(f"{func} at {caller()[1]}: tensors on cuda:0, and on the CPU {shapes}")
 
 
 def _takes_mask(func: Any, tensors: Sequence[Tensor]) -> bool:
@@ -315,24 +220,6 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *_: Any
     half = q.dtype != torch.float32 and mask is None
     kernel = SDPBackend.FLASH_ATTENTION if half else SDPBackend.EFFICIENT_ATTENTION
     return kernel.value
-
-
-def _shape(x: Tensor) -> Tensor:
-    return x if isinstance(x, DeviceTensor) or x.is_meta else x.to(META)
-
-
-def _wrapped(x: Tensor) -> Tensor:
-    return x if isinstance(x, DeviceTensor) or not x.is_meta else on_device(x)
-
-
-@contextmanager
-def _inside() -> Iterator[None]:
-    DeviceTensor.inside += 1
-    try:
-        with torch._C._DisableTorchDispatch():
-            yield
-    finally:
-        DeviceTensor.inside -= 1
 
 
 class _Stream:

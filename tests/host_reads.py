@@ -44,5 +44,6 @@ ELSEWHERE = {
     "engine/src/kenotron_engine/evaluation.py": "losses, at the end of an evaluation",
     "models/src/kenotron_models/generate.py": "new tokens, once for each place",
     "models/src/kenotron_models/transformers_model.py": "a check of buffers, before training",
+    "tp/src/kenotron_tp/logits.py": "a check of scores, once for each new token",
 }
 """Those that read one before or after."""

@@ -68,7 +68,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; a copy from the host to an accelerator is only queued.
+    """Return a tensor of any shape on a device; a copy from the host to a GPU is only queued.
 
     It is made from page-locked memory: with other memory this process would wait for the device.
     """

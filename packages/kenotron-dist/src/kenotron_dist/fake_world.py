@@ -23,6 +23,8 @@ FAKE_NCCL = "fake_nccl"
 def join_fake_world(rank: int, size: int, device: torch.device | str | None) -> None:
     """Make the default process group, of ``size`` ranks, in which this process is ``rank``.
 
+    ``device``: meta, or another one whose tensors have no values, as in tests of GPU paths.
+
     Raises:
         ValueError: there is no such rank, the device is the CPU, or this process is in a world.
     """
@@ -53,7 +55,7 @@ def leave_fake_world() -> None:
 
 
 def host_numbers(scalars: Sequence[Tensor], on_meta: float = 0.0) -> list[float]:
-    """Read scalars () on the host, all at once: the device waits. On meta each is ``on_meta``."""
+    """Read scalars () on the host, at once, which waits for the device; ``on_meta`` on meta."""
     if not scalars or scalars[0].is_meta:
         return [on_meta] * len(scalars)
     return torch.stack(list(scalars)).tolist()
