@@ -42,7 +42,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from kenotron_dist.diagnosis.meta_results import MetaResults
+from kenotron_dist.diagnosis import MetaResults
 
 HOPPER = (9, 0)
 """Compute capability."""

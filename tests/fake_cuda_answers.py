@@ -24,11 +24,13 @@ def rows_of_groups(counts: Tensor, around: Around) -> Tensor:
 
 
 def exchanged(counts: Tensor, around: Around) -> Tensor:
-    """Rows to and from each rank."""
-    from kenotron_ep.exchange import _evenly
-
-    c, e = counts.shape[2], counts.shape[3] - 1
-    return torch.tensor(_evenly(around["choices"], c, e, around["axis"]))
+    """Rows to and from each rank (2, n, c, e + 1) of c parts, and their tokens at the end."""
+    parts, axis, experts = around["choices"], around["axis"], counts.shape[3] - 1
+    loads = [evenly(part.tokens * part.top_k, axis.size * experts) for part in parts]
+    rows = torch.tensor(loads).view(len(parts), axis.size, experts).transpose(0, 1)
+    tokens = torch.tensor([part.tokens for part in parts]).expand(axis.size, -1)[..., None]
+    ours = torch.cat([rows, tokens], 2)
+    return torch.stack([ours, ours[axis.rank].expand_as(ours)])
 
 
 def distinct(counts: Tensor, around: Around) -> Tensor:
