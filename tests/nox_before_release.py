@@ -8,6 +8,7 @@ from nox_environments import (
     ALL,
     APPS,
     COMPILED,
+    CUDA_TORCH,
     PYTEST,
     XDIST,
     closure,
@@ -116,6 +117,14 @@ def mutants(session: nox.Session) -> None:
     """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""
     install_tree(session, PYTEST, use=ALL, test=ALL)
     session.run("python", "tests/mutants.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(name="tests-fake-cuda", default=False)
+def tests_fake_cuda(session: nox.Session) -> None:
+    """Take the GPU paths on tensors without values, in a CUDA build of torch; needs no GPU."""
+    session.install(CUDA_TORCH, PYTEST, *editable(ALL, ALL), env=COMPILED)
+    session.run("python", "-c", "import torch; assert torch.version.cuda, torch.__version__")
+    session.run("pytest", "tests/test_fake_cuda.py", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False, venv_backend="uv")

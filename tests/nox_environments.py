@@ -23,6 +23,7 @@ APPS = sorted(file.parent for file in ROOT.glob("apps/*/pyproject.toml"))
 ALL = [*PACKAGES, *APPS]
 
 TORCH = "torch==2.13.0"  # the version that is tested; a local build (2.13.0+cpu) goes before it
+CUDA_TORCH = "torch==2.14.1"  # on Linux the index has CUDA builds; no local build has this version
 PYTEST = "pytest>=9,<9.2"  # with 9.2, pytest-xdist 3.8 sees no groups (its issue 1386)
 XDIST = "pytest-xdist>=3.6,<4"
 RUFF = "ruff>=0.17,<0.18"

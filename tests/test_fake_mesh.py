@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_reads import HOST_READS
 from test_shards_of_families import OPTIMIZER, STEPS, batches, configs
 
 from kenotron_dist import Mesh
@@ -24,36 +25,6 @@ LAYOUTS: list[dict[str, int]] = [
 ]
 PARTS = 2
 """Of the architectures, of which a day has one."""
-HOST_READS = {
-    "cp/src/kenotron_cp/visibility.py": "rows' documents: they are on the host",
-    "dist/src/kenotron_dist/fake_world.py": "host_number, which says what meta has",
-    "dist/src/kenotron_dist/objects.py": "control messages: on the host, where all ranks are alike",
-    "dist/src/kenotron_dist/statistics.py": "a checksum of values: not on meta",
-    "dist/src/kenotron_dist/testing.py": "an example in a docstring",
-    "dist/src/kenotron_dist/diagnosis/replica_check.py": "a check of values: not on meta",
-    "dist/src/kenotron_dist/rng.py": "states of generators, on the host",
-    "engine/src/kenotron_engine/device_read.py": "the numbers of a step: 1 on meta",
-    "engine/src/kenotron_engine/gathered_tensors.py": "whole tensors for tests: not on meta",
-    "engine/src/kenotron_engine/layer_metrics.py": "figures of layers: not on meta",
-    "engine/src/kenotron_engine/scoring.py": "evaluation: not on meta",
-    "engine/src/kenotron_engine/token_scores.py": "evaluation: not on meta",
-    "engine/src/kenotron_engine/sequence.py": "positions of documents, on the host",
-    "ep/src/kenotron_ep/exchange.py": "rows of each expert: equally many on meta",
-    "ep/src/kenotron_ep/shared_tokens.py": "distinct tokens: the most that can be",
-    "models/src/kenotron_models/attention_mask.py": "blocks of documents: not on meta",
-    "models/src/kenotron_models/embedding.py": "a constant of the config",
-    "models/src/kenotron_models/generate.py": "generation: not on meta",
-    "models/src/kenotron_models/hf_tensors.py": "a check of values: not on meta",
-    "models/src/kenotron_models/stacked_by_source.py": "rows of each group: shapes alone on meta",
-    "models/src/kenotron_models/stacked_linear.py": "rows of each expert: shapes alone on meta",
-    "optim/src/kenotron_optim/clip.py": "norms of each gradient, for a replay: not on meta",
-    "optim/src/kenotron_optim/nonfinite.py": "the cause of what is not finite: not on meta",
-    "optim/src/kenotron_optim/sliced_optimizer.py": "whether a step is left out: no",
-    "pp/src/kenotron_pp/p2p.py": "forms of activations: the layers before make them",
-    "tp/src/kenotron_tp/embedding.py": "an error's message",
-    "tp/src/kenotron_tp/softmax.py": "an error's message",
-}
-"""Where a library reads a number of a tensor on the host, and what a fake mesh does there."""
 
 
 def made(mesh: Mesh, spec: Any) -> list[Entry]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kenotron_dist import Mesh, all_gather, all_reduce, gather_objects, host_number
+from kenotron_dist import Mesh, all_gather, all_reduce, gather_objects, host_numbers, to_device
 from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 
@@ -37,7 +37,10 @@ def test_tensors_have_shapes_and_communications_are_recorded(mesh) -> None:
         assert all_reduce(x, mesh["dp"]).is_meta
     assert recorder.bytes_per_axis() == {"tp": 48, "dp": 48}
     assert gather_objects({"a": 1}, mesh["dp"]) == [{"a": 1}] * 2
-    assert host_number(x.sum(), 7.0) == 7.0 and host_number(torch.tensor(3.0), 7.0) == 3.0
+    assert host_numbers([x.sum()] * 2, 7.0) == [7.0, 7.0] and host_numbers([], 7.0) == []
+    on_host = torch.ones(2)
+    assert to_device(on_host, on_host.device) is on_host and to_device(on_host, x.device).is_meta
+    assert host_numbers([torch.tensor(3.0), torch.tensor(0.5)], 7.0) == [3.0, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,15 @@ def test_lengths_are_read_from_the_host() -> None:
         _ = AttentionMask(Context(on_meta), None, True).lengths
 
 
+@pytest.mark.parametrize(("window", "documents"), [(3, False), (None, True), (3, True)])
+def test_blocks_are_read_from_the_host(window: int | None, documents: bool) -> None:
+    places = positions(15)
+    on_meta = Context(places.to("meta"), host_positions_BS=places)  # which has no values
+    found = AttentionMask(on_meta, window, documents).blocks(4)
+    assert found == AttentionMask(Context(places), window, documents).blocks(4)
+    assert len(found) == (3 if documents else 1) and found[0][1] != (0, 0)
+
+
 def test_rows_of_one_document_hide_nothing_more() -> None:
     whole, several = torch.arange(15).expand(3, 15), positions(15)
     for places, want in ((whole, True), (several, False)):

@@ -17,7 +17,7 @@ import torch
 from kenotron_ckpt import MANIFEST, on_first, steps_in
 from kenotron_config import DoReMiConfig
 from kenotron_data import Corpus, Cursor, Fingerprint, Mixture, StoredLosses
-from kenotron_dist import Mesh
+from kenotron_dist import Mesh, to_device
 from kenotron_engine import DomainObjective, DomainWeights
 from kenotron_train.data_plan import DataPlan
 
@@ -54,14 +54,13 @@ class Reference:
             raise ValueError(
                 f"{KEY}: {error} with `{COMMAND}` and the config of this run"
             ) from error
-        device = self.mesh.device
-        if device.type == "cuda":
-            losses = losses.pin_memory()
-        moved = losses.to(device, non_blocking=True)
         pairs = zip(weights.weights, self.shares, strict=True)
         factors = tuple(weight / share for weight, share in pairs)
         return DomainObjective(
-            names=weights.names, factors=factors, reference_MBS=moved, z_loss=self.z_loss
+            names=weights.names,
+            factors=factors,
+            reference_MBS=to_device(losses, self.mesh.device),
+            z_loss=self.z_loss,
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kenotron_dist import Mesh, Signals, all_gather
+from kenotron_dist import Mesh, Signals, all_gather, to_device
 from kenotron_engine import DeviceRead
 
 STOPPED = 85
@@ -59,7 +59,7 @@ class Stopper:
         Votes travel to the host behind the work of the step, so this process does not wait for its
         device. ``more``: numbers that travel with it, as many on each rank.
         """
-        own = torch.tensor([self.own_vote(), *more]).to(mesh.device, non_blocking=True)
+        own = to_device(torch.tensor([self.own_vote(), *more]), mesh.device)
         self._votes = DeviceRead([all_gather(own, mesh.world)])  # (W * n,)
 
     def count_votes(self) -> list[list[float]]:

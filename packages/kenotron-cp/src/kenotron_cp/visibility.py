@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kenotron_cp.layout import Cut, TokenBlock
+from kenotron_dist import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class Visibility:
         name = ("first", length, device)
         if name not in self.known:
             cpu = torch.device("cpu")
-            made = self._first(length) if device == cpu else self.first(length).to(device)
+            made = self._first(length) if device == cpu else to_device(self.first(length), device)
             self.known[name] = made
         return self.known[name]
 

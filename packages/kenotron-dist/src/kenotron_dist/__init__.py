@@ -13,10 +13,10 @@ from kenotron_dist.collectives import (
 )
 from kenotron_dist.cores import usable_cores
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
-from kenotron_dist.device import gpu_problem, visible_gpus
+from kenotron_dist.device import gpu_problem, to_device, visible_gpus
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.exit_process import STALLED, leave
-from kenotron_dist.fake_world import host_number
+from kenotron_dist.fake_world import host_numbers
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.grid import DATA_AXES, coords_of
 from kenotron_dist.grid_view import GridView, ViewOf, views_of
@@ -80,7 +80,7 @@ __all__ = [
     "gather_rows",
     "gpu_problem",
     "gradient_sums",
-    "host_number",
+    "host_numbers",
     "leave",
     "listening",
     "local_boxes",
@@ -99,6 +99,7 @@ __all__ = [
     "sum_gradients",
     "sum_rows",
     "tell_launcher",
+    "to_device",
     "torchrun_arguments",
     "tree_sum",
     "wide_tree_sum",

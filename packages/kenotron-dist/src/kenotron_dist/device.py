@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from kenotron_dist.fake_world import FAKE, FAKE_NCCL
 
@@ -64,6 +65,16 @@ def indexed(device: torch.device) -> torch.device:
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of any shape on a device; a copy from the host to a GPU is only queued.
+
+    It is made from page-locked memory: with other memory this process would wait for the device.
+    """
+    if x.device.type != "cpu" or device.type in ("cpu", "meta"):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def default_device(backend: str) -> torch.device:

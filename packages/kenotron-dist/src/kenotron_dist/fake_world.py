@@ -3,10 +3,12 @@
 Tensors are on meta: they have shapes and no values, nothing is sent, and what would be is recorded
 (``record``). Control messages are on the CPU, where torch's fake process group does nothing: every
 other rank has what this one has. Where a number of a tensor decides what happens next, a rank
-decides as in an ordinary step (``host_number``).
+decides as in an ordinary step (``host_numbers``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,10 +23,12 @@ FAKE_NCCL = "fake_nccl"
 def join_fake_world(rank: int, size: int, device: torch.device | str | None) -> None:
     """Make the default process group, of ``size`` ranks, in which this process is ``rank``.
 
+    ``device``: meta, or another one whose tensors have no values, as in tests of GPU paths.
+
     Raises:
-        ValueError: there is no such rank, the device is not meta, or this process is in a world.
+        ValueError: there is no such rank, the device is the CPU, or this process is in a world.
     """
-    if device is not None and torch.device(device).type != "meta":
+    if device is not None and torch.device(device).type == "cpu":
         raise ValueError(
             f"device {device} was given with backend 'fake', whose ranks have no values: leave it "
             "out, or give 'meta'"
@@ -50,6 +54,8 @@ def leave_fake_world() -> None:
         dist.set_debug_level_from_env()
 
 
-def host_number(x: Tensor, on_meta: float = 0.0) -> float:
-    """Read a scalar () on the host: every device waits. On meta it has no value: ``on_meta``."""
-    return on_meta if x.is_meta else x.item()
+def host_numbers(scalars: Sequence[Tensor], on_meta: float = 0.0) -> list[float]:
+    """Read scalars () on the host, at once, which waits for the device; ``on_meta`` on meta."""
+    if not scalars or scalars[0].is_meta:
+        return [on_meta] * len(scalars)
+    return torch.stack(list(scalars)).tolist()

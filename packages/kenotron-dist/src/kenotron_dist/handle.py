@@ -203,9 +203,9 @@ def _nothing() -> None:
 def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:
     """Return whether there is nothing to send: tensors on meta, no group, or one without ranks."""
     tensors = [x] if isinstance(x, Tensor) else x
-    return (axis.group is None or axis.backend == FAKE) and all(
-        each.device.type == "meta" for each in tensors
-    )
+    if axis.backend == FAKE:  # its control messages are on the CPU
+        return all(each.device.type != "cpu" for each in tensors)
+    return axis.group is None and all(each.device.type == "meta" for each in tensors)
 
 
 def _exchange(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kenotron_cp import cut_sequence
+from kenotron_dist import to_device
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import MicroLoss, NextToken, Parts, losses_and_z
 from kenotron_engine.sequence import NO_TARGET, Share
@@ -49,10 +50,7 @@ class DomainObjective(NextToken):
     def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
         """See ``Objective``; ``count`` is a scalar, ``share`` of the rows of ``reference_MBS``."""
         axis, layout, chunk = model.mesh["cp"], model.plan.cp_mode.layout, model.model.chunk
-        factors_k = torch.tensor(self.factors, dtype=torch.float64)
-        if model.mesh.device.type == "cuda":  # a copy from pinned memory waits for nothing
-            factors_k = factors_k.pin_memory()
-        factors_k = factors_k.to(model.mesh.device, non_blocking=True)
+        factors_k = to_device(torch.tensor(self.factors, dtype=torch.float64), model.mesh.device)
         reference_RS = self.reference_MBS.flatten(0, 1)
 
         def loss(x: Tensor, microbatch: int) -> Parts:
@@ -88,7 +86,7 @@ def _of_chunk(rows_BS: Tensor, context: Context, chunk: int) -> Tensor:
     """Return the tokens (B, n) of a virtual chunk; padding, which has no target, has any value."""
     assert context.cut is not None
     places = context.cut.places_S.chunk(context.chunks)[chunk].clamp(max=rows_BS.shape[1] - 1)
-    return rows_BS[:, places.to(rows_BS.device)]
+    return rows_BS[:, to_device(places, rows_BS.device)]
 
 
 def _rows(losses: Tensor, reference: Tensor, targets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron_dist import Axis, all_to_all
@@ -162,9 +163,8 @@ def _exchange_counts(
     Afterwards both sides' numbers are on the host, by one copy.
     """
     n, c = axis.size, len(parts)
-    sent = torch.stack([each.counts_E.view(n, -1) for each in choices], 1)  # (n, c, e)
-    tokens = torch.tensor([each.tokens for each in choices], device=sent.device)
-    sent = torch.cat([sent, tokens.view(1, c, 1).expand(n, c, 1)], 2)  # (n, c, e + 1)
+    rows = [F.pad(each.counts_E.view(n, -1), (0, 1), value=each.tokens) for each in choices]
+    sent = torch.stack(rows, 1)  # (n, c, e + 1)
     arrived = all_to_all(sent, axis)
     if sent.is_meta:
         ours, theirs = _evenly(choices, len(parts), sent.shape[2] - 1, axis)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kenotron_dist import Axis, Handle, all_gather, all_to_all, reduce_scatter
+from kenotron_dist import Axis, Handle, all_gather, all_to_all, reduce_scatter, to_device
 from kenotron_ep.grouping import Grouping
 from kenotron_ep.routes import RoutePair, leaving
 from kenotron_ep.row_table import RowTable, add_rows, owner_table, with_zero_row
@@ -187,4 +187,4 @@ def _distinct(places: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor, 
 
 
 def _on_device(counts: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int64, device=like.device)
+    return to_device(torch.tensor(counts), like.device)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kenotron_dist import to_device
 from kenotron_models.context import Context
 
 
@@ -111,16 +112,27 @@ class AttentionMask:
             return DocumentLengths(ends, sequence)
         on_host = self.context.host_positions_BS
         begins, longest = document_lengths(positions if on_host is None else on_host)
-        return DocumentLengths(_sent(begins, positions.device), longest)
+        return DocumentLengths(to_device(begins, positions.device), longest)
 
     def _blocks(self, size: int) -> list[list[tuple[int, int]]]:
         sequence = self.sequence
         begins = range(0, sequence, size)
         if self.first_BS is None:
             return [[(0, 0) for _ in begins]]
-        first = self.first_BS[:, list(begins)].tolist()
-        last = self.first_BS[:, [min(begin + size, sequence) - 1 for begin in begins]].tolist()
+        first_BS = self._on_host().first_BS
+        assert first_BS is not None  # the same mask
+        first = first_BS[:, list(begins)].tolist()
+        last = first_BS[:, [min(begin + size, sequence) - 1 for begin in begins]].tolist()
         return [list(zip(*row, strict=True)) for row in zip(first, last, strict=True)]
+
+    def _on_host(self) -> AttentionMask:
+        """The same on the host, where positions are there or do not matter: no device waits."""
+        positions = self.context.host_positions_BS
+        if not self.documents:
+            positions = torch.empty(1, self.sequence, dtype=torch.int64, device="cpu")
+        if positions is None:
+            return self
+        return AttentionMask(Context(positions), self.window, self.documents)
 
 
 def document_lengths(positions_BS: Tensor) -> DocumentLengths:
@@ -131,14 +143,6 @@ def document_lengths(positions_BS: Tensor) -> DocumentLengths:
     begins = (starts == places).flatten().nonzero().flatten()
     ends = torch.cat([begins, begins.new_full((1,), batch * sequence)])
     return DocumentLengths(ends.int(), int(ends.diff().max()))
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """Queue the copy to an accelerator, from pinned memory: the host does not wait for it."""
-    if x.device == device:
-        return x
-    pinned = x if device.type == "meta" else x.pin_memory()
-    return pinned.to(device, non_blocking=True)
 
 
 def document_starts(context: Context) -> Tensor:

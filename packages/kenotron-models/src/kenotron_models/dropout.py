@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron_dist import Axis
+from kenotron_dist import Axis, to_device
 from kenotron_dist.rng import counter_key, dropout, uniform
 from kenotron_models.context import Context
 
@@ -57,5 +57,5 @@ def token_places(context: Context) -> tuple[Tensor, Tensor]:
     device = context.positions_BS.device
     places = torch.arange(sequence, device=device)
     if context.cut is not None:  # numbers in the whole row
-        places = context.cut.places_S.to(device)
+        places = to_device(context.cut.places_S, device)
     return context.samples_B.repeat_interleave(sequence), places.repeat(batch)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import Mesh, broadcast
+from kenotron_dist import Mesh, broadcast, to_device
 from kenotron_models.context import Context
 from kenotron_models.kv_cache import KVCache
 from kenotron_tp import check_sampling, choose_tokens
@@ -159,12 +159,15 @@ class _Reader:
             cache.begin(max(lengths), equal_lengths=min(lengths) == max(lengths))
         padding = None  # no expert need see it
         if min(map(len, rows)) < width:
-            padding = (positions >= torch.tensor(lengths)[:, None]).to(self.device)
+            padding = self._there(positions >= torch.tensor(lengths)[:, None])
         context = Context(
-            positions.to(self.device), outputs=ends.to(self.device), cache=cache, padding_BS=padding
+            self._there(positions), outputs=self._there(ends), cache=cache, padding_BS=padding
         )
         with torch.inference_mode():
-            return self.forward(tokens.flatten().to(self.device), context)
+            return self.forward(self._there(tokens.flatten()), context)
+
+    def _there(self, x: Tensor) -> Tensor:
+        return to_device(x, self.device)
 
 
 class _Chooser:
@@ -200,8 +203,11 @@ class _Chooser:
             step=step,
             rows_B=self.rows,
         )
-        if self.seen is not None:
-            self._mark(self.seen, chosen[:, None].tolist())
+        if self.seen is not None:  # on the device: it is read once for each token, by ``generate``
+            width = self.seen.shape[1]
+            first = self.axis.rank * width
+            columns = torch.arange(first, first + width, device=chosen.device)
+            self.seen |= columns == chosen[:, None]
         return chosen
 
     def _penalised(self, logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron_dist import Axis
+from kenotron_dist import Axis, to_device
 from kenotron_models.context import Context
 
 
@@ -35,6 +35,6 @@ def routed_places(context: Context, n: int, tp: Axis) -> Tensor:
     (batch, sequence), device = context.positions_BS.shape, context.positions_BS.device
     places, end = torch.arange(sequence, device=device), sequence
     if context.cut is not None:
-        places, end = context.cut.places_S.to(device), context.cut.sequence
+        places, end = to_device(context.cut.places_S, device), context.cut.sequence
     padded = F.pad(places.repeat(batch), (0, n * tp.size - context.tokens), value=end)
     return padded[tp.rank * n :][:n]

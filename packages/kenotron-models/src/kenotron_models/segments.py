@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kenotron_cp import Cut
-from kenotron_dist import Axis
+from kenotron_dist import Axis, to_device
 from kenotron_models.attention_mask import AttentionMask, starts_of
 from kenotron_models.context import Context
 
@@ -70,4 +70,4 @@ def _since(context: Context) -> Tensor | None:
         return None
     places = cut.places_S.clamp(max=cut.sequence - 1)
     since = (places - starts[:, places]).masked_fill(cut.places_S >= cut.sequence, 0)
-    return since.to(context.positions_BS.device)
+    return to_device(since, context.positions_BS.device)

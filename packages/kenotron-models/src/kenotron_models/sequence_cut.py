@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kenotron_cp import AttentionWay, Cut, Layout
-from kenotron_dist import Axis
+from kenotron_dist import Axis, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,4 +67,4 @@ class SequenceCut:
         rows, width = len(self.whole_positions_BS), len(self.places_S)
         real = (self.places_S < self.sequence).nonzero().flatten()
         starts = torch.arange(rows, device=real.device) * width
-        return (starts[:, None] + real).flatten().to(device)
+        return to_device((starts[:, None] + real).flatten(), device)

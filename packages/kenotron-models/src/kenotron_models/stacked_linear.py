@@ -166,9 +166,7 @@ def by_output(weight: Tensor, transposed: bool) -> Tensor:
 def expert_of_rows(y: Tensor, counts: Tensor) -> Tensor:
     """Number of the expert of each row of y (R, O), int64 (R,)."""
     experts = torch.arange(len(counts), device=y.device)
-    if y.is_meta:  # where no count can be read
-        return experts[:1].expand(len(y))
-    return experts.repeat_interleave(counts)
+    return experts.repeat_interleave(counts, output_size=len(y))  # without, the device is read
 
 
 def stacked_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

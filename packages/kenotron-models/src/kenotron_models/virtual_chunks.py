@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kenotron_dist import to_device
 from kenotron_dist.separate_uses import separate_use
 from kenotron_models.context import Context
 from kenotron_models.dropout import TOKEN_PLACES, token_places
@@ -128,7 +129,8 @@ def chunk_order(context: Context) -> ChunkOrder:
         order = places.argsort()[: cut.local]
         inverse = torch.full_like(places, len(order))
         inverse[order] = torch.arange(len(order))
-        return ChunkOrder(order.to(device), inverse.to(device), context.chunks)
+        there = to_device(order, device), to_device(inverse, device)
+        return ChunkOrder(*there, context.chunks)
 
     return context.once("order of chunks", make)
 

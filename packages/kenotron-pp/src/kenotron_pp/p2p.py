@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Handle, Route
+from kenotron_dist import Axis, Handle, Route, to_device
 from kenotron_pp.activation import Form
 from kenotron_pp.comm_plan import Transfer
 
@@ -86,7 +86,8 @@ class Links:
                 text = torch.frombuffer(bytearray(form.encode()), dtype=torch.uint8)
                 size = torch.tensor([len(text)])
                 for part in (size, text):
-                    found.append((self._form_route(transfer).start(part.to(self._device)), 0))
+                    there = to_device(part, self._device)
+                    found.append((self._form_route(transfer).start(there), 0))
             elif known != form:
                 raise ValueError(
                     f"stage {transfer.stage} sends {form.tensors} for micro-batch "

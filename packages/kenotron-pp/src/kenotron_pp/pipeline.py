@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, gather_objects, host_number, settle
+from kenotron_dist import Axis, gather_objects, host_numbers, settle
 from kenotron_pp.activation import Activation
 from kenotron_pp.comm_plan import RankPlan, make_plan
 from kenotron_pp.executor import Entering, LossFn, PipelineRun, StagePart
@@ -220,7 +220,7 @@ class Pipeline:
             self._all_add = any(gather_objects(own, self.axis)) if self.axis.size > 1 else own
         if not self._all_add:
             return 0.0
-        values = [host_number(value) for _, _, scalars in run.scalars for value in scalars]
+        values = host_numbers([value for _, _, scalars in run.scalars for value in scalars])
         gathered = gather_objects(values, self.axis) if self.axis.size > 1 else [values]
         return math.fsum(value for part in gathered for value in part)
 

@@ -13,6 +13,7 @@ from kenotron_dist.diagnosis.divergence import Diverged, first_divergence
 from kenotron_dist.diagnosis.dry_run import DryRun, SimulatedRank, dry_run
 from kenotron_dist.diagnosis.failure_broadcast import FailureBroadcast
 from kenotron_dist.diagnosis.hang_diagnosis import Cause, PeerLost, StallReport
+from kenotron_dist.diagnosis.meta_results import MetaResults
 from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
 from kenotron_dist.diagnosis.watchdog import Watchdog, watch
 from kenotron_dist.in_flight import Entry
@@ -23,6 +24,7 @@ __all__ = [
     "DryRun",
     "Entry",
     "FailureBroadcast",
+    "MetaResults",
     "PeerLost",
     "Recorder",
     "SimulatedRank",
