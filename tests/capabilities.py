@@ -52,6 +52,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     "generation on any layout: transformers' greedy text": [
         "apps/generate/tests/test_generate_families.py::test_greedy_texts_are_those_of_transformers",
         "apps/generate/tests/test_generate_experts.py::test_greedy_texts_are_those_of_transformers",
+        "tests/test_transformers_cache.py::test_texts_are_those_of_transformers_generate",
     ],
     "bfloat16, float16 with loss scaling, recompute, torch.compile": [
         f"{TRAIN}_float16.py::test_float16_follows_float32",

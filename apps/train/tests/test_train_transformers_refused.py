@@ -15,9 +15,16 @@ from kenotron_config import ConfigError
 from kenotron_convert import transformers_export
 from kenotron_convert.exporting import export_hf
 from kenotron_dist import Axis, Mesh
-from kenotron_models import Build, Context, LayerStack, build_decoder
+from kenotron_models import Build, Context, build_decoder
 from kenotron_models.families import TransformersConfig
-from kenotron_models.transformers_model import fill_buffers, freeze_buffers, spec_of
+from kenotron_models.kv_cache import KVCache
+from kenotron_models.transformers_cache import cache_of
+from kenotron_models.transformers_model import (
+    empty_model,
+    fill_buffers,
+    freeze_buffers,
+    spec_of,
+)
 from kenotron_models.transformers_plan import cut_model
 from kenotron_models.transformers_skeleton import Call, Skeleton, check_documents
 from kenotron_train.assemble import build_training
@@ -208,14 +215,13 @@ def test_a_mask_that_shows_other_documents_is_refused():
     assert not check_documents([], torch.arange(4)[None], "fake")
 
 
-@pytest.mark.parametrize("family", ["cohere", "openai-gpt"])
-def test_a_cache_is_refused(family, tmp_path):
-    folder_of(family, tmp_path / "model")
+def test_padding_in_a_later_pass_of_a_cache_is_refused(tmp_path):
+    folder_of("cohere", tmp_path / "model")
     spec = TransformersConfig(path=str(tmp_path / "model")).decoder
-    stack = LayerStack(build_decoder(spec, Build(Axis.solo("tp"))))
-    context = Context(torch.arange(4)[None].to("meta"), cache=object())
-    with pytest.raises(ValueError, match="layers of transformers keep nothing .* cached=False"):
-        stack(torch.zeros(4, dtype=torch.int64, device="meta"), context)
+    model, cache, places = empty_model(spec, None), KVCache(8), torch.arange(4)[None]
+    cache_of(model, Context(places, cache=cache))
+    with pytest.raises(ValueError, match="padding_BS was given in a later pass of a cache"):
+        cache_of(model, Context(places + 4, cache=cache, padding_BS=places == 3))
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -50,7 +50,7 @@ from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 from kenotron_models.transformers_block import TransformersBlock, transformers_blocks
-from kenotron_models.transformers_layers import TransformersLayer, sequence_problem
+from kenotron_models.transformers_layers import TransformersLayer, cache_problem, sequence_problem
 from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_names import (
     is_tied_copy,
@@ -93,6 +93,7 @@ __all__ = [
     "block_flops",
     "block_kernels",
     "build_decoder",
+    "cache_problem",
     "compile_layers",
     "component_of",
     "components",

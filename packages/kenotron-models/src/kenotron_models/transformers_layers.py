@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.kv_cache import KVCache
 from kenotron_models.recompute import Recompute, whole
+from kenotron_models.spec import DecoderSpec
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_balance import AddsBalance, BalanceLoss, RouterLogits, balance_of
+from kenotron_models.transformers_cache import cache_of, cache_word
 from kenotron_models.transformers_model import empty_model, fill_buffers
 from kenotron_models.transformers_plan import cut_model
 from kenotron_models.transformers_rows import check_mixing, cut_rows_problem
@@ -74,7 +77,8 @@ class EmbeddingEntry(_Outside):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor | Summed:
         """Do all that transformers does before its first layer."""
-        x = self.skeleton.embed(_tokens(tokens, context), context).flatten(0, 1)
+        tokens_BS = _tokens(self.skeleton.model, tokens, context)
+        x = self.skeleton.embed(tokens_BS, context).flatten(0, 1)
         if self.balance is None or context.loss_weight is None:
             return x
         return x, self.balance.zeros(x.device)
@@ -89,7 +93,7 @@ class HeadEntry(AddsBalance, _Outside):
             x, sums = x
             self.add_balance(sums, context)
         x_BSD = x.view(*context.positions_BS.shape, -1)
-        return _wanted(self.skeleton.finish(x_BSD, context), context)
+        return _wanted(self.skeleton.model, self.skeleton.finish(x_BSD, context), context)
 
 
 class LayerEntry(TransformersLayer):
@@ -115,6 +119,8 @@ class LayerEntry(TransformersLayer):
         x, sums = x if isinstance(x, tuple) else (x, None)
         x_BSD = x.view(*context.positions_BS.shape, -1)
         call = self.skeleton.calls(x_BSD.detach(), context)[self.number]
+        if (cache := cache_of(self.skeleton.model, context)) is not None:
+            call = cache.filled(call)
         if self.recompute == "full" and torch.is_grad_enabled():
             return whole(self._layer, x_BSD, sums, call, context)
         return self._layer(x_BSD, sums, call, context)
@@ -148,39 +154,35 @@ class WholeEntry(AddsBalance, TransformersLayer):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """Call the model."""
-        places = places_of(False, context)
+        cache = cache_of(self.whole, context)
+        places = places_of(False, context) if cache is None else cache.filled(cache.places(context))
         given = {name: value for name, value in places.items() if name in self._takes}
         with attending(context, self.documents):
-            logits = self.whole(input_ids=_tokens(tokens, context), **given).logits
+            logits = self.whole(input_ids=_tokens(self.whole, tokens, context), **given).logits
         routed = [] if self.logits is None else self.logits.take()
         if self.balance is not None and context.loss_weight is not None:
             zeros = self.balance.zeros(logits.device)
             self.add_balance(self.balance.add(zeros, routed, context), context)
-        return _wanted(logits, context)
+        return _wanted(self.whole, logits, context)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Give all buffers of the model their values."""
         fill_buffers(self.whole, self.whole, device)
 
 
-def _tokens(tokens: Tensor, context: Context) -> Tensor:
-    """Tokens (B, S).
-
-    Raises:
-        ValueError: the context has a key-value cache.
-    """
-    if context.cache is not None:
-        raise ValueError(
-            "layers of transformers keep nothing of earlier tokens in this cache: generate with "
-            "cached=False"
-        )
-    return tokens.view_as(context.positions_BS)
+def _tokens(model: Any, tokens: Tensor, context: Context) -> Tensor:
+    """Tokens (B, S); texts that a cache keeps are padded on their left."""
+    tokens_BS = tokens.view_as(context.positions_BS)
+    cache = cache_of(model, context)
+    return tokens_BS if cache is None else cache.left_padded(tokens_BS)
 
 
-def _wanted(logits_BSV: Tensor, context: Context) -> Tensor:
+def _wanted(model: Any, logits_BSV: Tensor, context: Context) -> Tensor:
     """Logits (T, V/t), or those of the tokens that the context asks for."""
-    logits = logits_BSV.flatten(0, 1)
-    return logits if context.outputs is None else logits[context.outputs]
+    logits, cache = logits_BSV.flatten(0, 1), cache_of(model, context)
+    if context.outputs is None:
+        return logits
+    return logits[context.outputs if cache is None else cache.outputs(context.outputs)]
 
 
 def _parameters(module: nn.Module) -> list[str]:
@@ -261,3 +263,34 @@ def sequence_problem(spec: TransformersSpec) -> str | None:
     split = split_of(spec)
     skeleton = None if split is None else split.skeleton(model, False)
     return cut_rows_problem(model, skeleton, spec.hidden_size)
+
+
+@lru_cache(maxsize=8)
+def cache_problem(spec: DecoderSpec) -> str | None:
+    """Return why layers of transformers cannot continue texts from their cache; None: they can.
+
+    Two passes are made without weights, where layers are known.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: the model cannot be built here.
+    """
+    if not isinstance(spec, TransformersSpec):
+        return None
+    model, split, cache = empty_model(spec, None), split_of(spec), KVCache(4)
+    try:
+        cache_word(model)
+        if split is None:
+            return None
+        skeleton = split.skeleton(model, False)
+        with torch.device("cpu"):
+            skeleton.fill_buffers(torch.device("cpu"))
+            for places in (torch.arange(3).expand(2, -1), torch.full((2, 1), 3)):
+                context = Context(places, cache=cache)
+                calls = skeleton.calls(torch.zeros(*places.shape, spec.hidden_size), context)
+    except Exception as error:  # of any kind: caches of transformers have their own
+        return str(error)
+    lengths = cache.others[id(model)].lengths
+    given = [[id(each) for each in (*call.args, *call.options.values())] for call in calls]
+    without = [i for i, each in enumerate(given) if id(lengths) not in each]
+    return f"layer {without[0]} of a {model.config.model_type} has no cache" if without else None
