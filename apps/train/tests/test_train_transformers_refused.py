@@ -33,7 +33,6 @@ from kenotron_train.run.initial import load_initial
 PROBLEMS = {
     "parallelism.cp=2": "parallelism.cp: 2 was given; attention of transformers needs whole rows",
     "parallelism.ep=2": "parallelism.ep: ep 2 was given, and the model has no experts: set it to",
-    "parallelism.tp_mode=REDUCE_SCATTER": "parallelism.tp_mode: REDUCE_SCATTER was given; a model",
     "parallelism.recompute=selective": "parallelism.recompute: selective was given; a model of",
     "model.compile=true": "model.compile: true was given; a model of transformers",
     "model.mtp={}": "model.mtp.layers: 1 was given; layers of transformers have no such module",
@@ -50,10 +49,26 @@ def test_what_a_model_of_transformers_cannot_do_is_refused_by_name(change, tmp_p
     folder = folder_of("cohere", tmp_path / "model")
     key, _, value = change.partition("=")
     changes = {key: value}
-    if key in ("parallelism.tp_mode", "parallelism.ep"):
+    if key == "parallelism.ep":
         changes["parallelism.tp"] = 2
     with pytest.raises(ConfigError, match=PROBLEMS[change]):
         configure(folder, tmp_path / "run", changes)
+
+
+def test_tokens_that_cannot_be_cut_are_refused_by_name(tmp_path):
+    cut = {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"}
+    plan = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
+    whole = ("self_attn", "self_attn_layer_norm", "final_layer_norm")
+    plan |= {f"model.decoder.layers.*.{name}": "replicate" for name in whole}
+    for family, words, more, keys in (
+        ("gemma3n_text", "given; a gemma3n_text is not split into layers: its tokens stay", {}, {}),
+        ("opt", "given; .*layers.0.fc1 is cut over tp and has no module of its own", {}, plan),
+        ("cohere", "given; adapters of a model of transformers need whole", {"rank": 2}, {}),
+    ):
+        folder = folder_of(family, tmp_path / family)
+        changes = cut | ({"model.adapter": json.dumps(more)} if more else {})
+        with pytest.raises(ConfigError, match=f"tp_mode: REDUCE_SCATTER was {words}"):
+            configure(folder, tmp_path / "run", changes, **({"tp_plan": keys} if keys else {}))
 
 
 def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):

@@ -10,26 +10,27 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kenotron_dist import Axis
 from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.kv_cache import KVCache
 from kenotron_models.recompute import Recompute, whole
-from kenotron_models.spec import DecoderSpec
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_balance import AddsBalance, BalanceLoss, RouterLogits, balance_of
-from kenotron_models.transformers_cache import cache_of, cache_word
+from kenotron_models.transformers_cache import cache_of
 from kenotron_models.transformers_model import empty_model, fill_buffers
 from kenotron_models.transformers_plan import cut_model
-from kenotron_models.transformers_rows import check_mixing, cut_rows_problem
+from kenotron_models.transformers_problems import sequence_problem
+from kenotron_models.transformers_rows import check_mixing
+from kenotron_models.transformers_sequence import cut_tokens
 from kenotron_models.transformers_skeleton import Call, Skeleton, places_of
 from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_models.transformers_split import split_of
+from kenotron_tp import join_tokens, split_tokens
 
 Summed = tuple[Tensor, Tensor]
 """Hidden features (T, D), and the sums of the balance loss over the layers before."""
@@ -42,6 +43,8 @@ class TransformersLayer(nn.Module):
     """Names of its parameters, and those in transformers."""
     cuts_sequence = False
     """True where it is right for rows that are cut over cp."""
+    tokens_over = Axis.solo("tp")
+    """Axis over which tokens between layers are cut."""
 
     @abstractmethod
     def fill_buffers(self, device: torch.device) -> None:
@@ -78,7 +81,7 @@ class EmbeddingEntry(_Outside):
     def forward(self, tokens: Tensor, context: Context) -> Tensor | Summed:
         """Do all that transformers does before its first layer."""
         tokens_BS = _tokens(self.skeleton.model, tokens, context)
-        x = self.skeleton.embed(tokens_BS, context).flatten(0, 1)
+        x = split_tokens(self.skeleton.embed(tokens_BS, context).flatten(0, 1), self.tokens_over)
         if self.balance is None or context.loss_weight is None:
             return x
         return x, self.balance.zeros(x.device)
@@ -92,6 +95,7 @@ class HeadEntry(AddsBalance, _Outside):
         if isinstance(x, tuple):
             x, sums = x
             self.add_balance(sums, context)
+        x = join_tokens(x, self.tokens_over, context.tokens)
         x_BSD = x.view(*context.positions_BS.shape, -1)
         return _wanted(self.skeleton.model, self.skeleton.finish(x_BSD, context), context)
 
@@ -117,10 +121,11 @@ class LayerEntry(TransformersLayer):
     def forward(self, x: Tensor | Summed, context: Context) -> Tensor | Summed:
         """Call the layer as transformers would, and add its routers' logits to the sums."""
         x, sums = x if isinstance(x, tuple) else (x, None)
-        x_BSD = x.view(*context.positions_BS.shape, -1)
-        call = self.skeleton.calls(x_BSD.detach(), context)[self.number]
+        shape = *context.positions_BS.shape, x.shape[-1]
+        call = self.skeleton.calls(x.new_empty(()).expand(shape), context)[self.number]
         if (cache := cache_of(self.skeleton.model, context)) is not None:
             call = cache.filled(call)
+        x_BSD = x.view(shape) if self.tokens_over.size == 1 else x[None]
         if self.recompute == "full" and torch.is_grad_enabled():
             return whole(self._layer, x_BSD, sums, call, context)
         return self._layer(x_BSD, sums, call, context)
@@ -227,6 +232,10 @@ def transformers_layers(
             "into layers, so its masks are not known: set it to false, or attn_implementation to "
             "kenotron"
         )
+    if split is None and build.sequence_parallel and build.tp.size > 1:
+        raise ValueError(
+            f"a {model.config.model_type} is not split into layers: its tokens stay whole"
+        )
     if split is None:
         entry = WholeEntry(model, spec.documents)
         if balance is not None:
@@ -237,6 +246,11 @@ def transformers_layers(
     skeleton = split.skeleton(model, spec.documents)
     embedding, head = EmbeddingEntry(skeleton, before), HeadEntry(skeleton, after)
     own = [LayerEntry(skeleton, f"{prefix}.{i}", m, i, recompute[i]) for i, m in enumerate(layers)]
+    if build.sequence_parallel and build.tp.size > 1:
+        for entry in (embedding, head, *own):
+            entry.tokens_over = build.tp
+        for i, layer in enumerate(layers):
+            cut_tokens(f"{prefix}.{i}", layer, build.tp)
     if balance is not None:
         embedding.balance = head.balance = balance
         for i, entry in enumerate(own):
@@ -252,45 +266,3 @@ def _declared(
     for _, entry in entries:
         entry.cuts_sequence = sequence_problem(spec) is None
     return [*entries]
-
-
-@lru_cache(maxsize=8)
-def sequence_problem(spec: TransformersSpec) -> str | None:
-    """Return why rows of a model cannot be cut over cp; None: they can."""
-    if spec.attention != OWN_ATTENTION:
-        return "attention of transformers needs whole rows: set attn_implementation to kenotron"
-    model = empty_model(spec, None)
-    split = split_of(spec)
-    skeleton = None if split is None else split.skeleton(model, False)
-    return cut_rows_problem(model, skeleton, spec.hidden_size)
-
-
-@lru_cache(maxsize=8)
-def cache_problem(spec: DecoderSpec) -> str | None:
-    """Return why layers of transformers cannot continue texts from their cache; None: they can.
-
-    Two passes are made without weights, where layers are known.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: the model cannot be built here.
-    """
-    if not isinstance(spec, TransformersSpec):
-        return None
-    model, split, cache = empty_model(spec, None), split_of(spec), KVCache(4)
-    try:
-        cache_word(model)
-        if split is None:
-            return None
-        skeleton = split.skeleton(model, False)
-        with torch.device("cpu"):
-            skeleton.fill_buffers(torch.device("cpu"))
-            for places in (torch.arange(3).expand(2, -1), torch.full((2, 1), 3)):
-                context = Context(places, cache=cache)
-                calls = skeleton.calls(torch.zeros(*places.shape, spec.hidden_size), context)
-    except Exception as error:  # of any kind: caches of transformers have their own
-        return str(error)
-    lengths = cache.others[id(model)].lengths
-    given = [[id(each) for each in (*call.args, *call.options.values())] for call in calls]
-    without = [i for i, each in enumerate(given) if id(lengths) not in each]
-    return f"layer {without[0]} of a {model.config.model_type} has no cache" if without else None
