@@ -34,7 +34,6 @@ PROBLEMS = {
     "parallelism.cp=2": "parallelism.cp: 2 was given; attention of transformers needs whole rows",
     "parallelism.ep=2": "parallelism.ep: ep 2 was given, and the model has no experts: set it to",
     "parallelism.recompute=selective": "parallelism.recompute: selective was given; a model of",
-    "model.compile=true": "model.compile: true was given; a model of transformers",
     "model.mtp={}": "model.mtp.layers: 1 was given; layers of transformers have no such module",
     "model.cuda_graph=true": "model.cuda_graph: true was given; a model of transformers",
     "model.make_vocab_size_divisible_by=8": "make_vocab_size_divisible_by: 8 was given; the vocab",
@@ -85,6 +84,11 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
     whole = folder_of("openai-gpt", tmp_path / "whole")
     refused(
         "pp: 2 was given; transformers computes this model in one", {"parallelism.pp": 2}, whole
+    )
+    refused(
+        "compile: true was given; transformers computes this model in one piece, and layers are",
+        {"model.compile": True},
+        whole,
     )
     refused("but a openai-gpt is not split into layers", path=whole, separate_documents=True)
     refused("attn_implementation: flash was given", attn_implementation="flash")

@@ -32,9 +32,8 @@ def transformers_problems(
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
-    for key in ("compile", "cuda_graph"):
-        if getattr(model, key):
-            yield f"model.{key}: true was given; {WHOLE}: set it to false"
+    if model.cuda_graph:
+        yield f"model.cuda_graph: true was given; {WHOLE}: set it to false"
     if model.make_vocab_size_divisible_by != 1:
         yield (
             f"model.make_vocab_size_divisible_by: {model.make_vocab_size_divisible_by} was given; "
@@ -83,6 +82,11 @@ def _layers(
     else:
         yield from _tokens(model, spec, parallelism)
     parts = pp * parallelism.schedule.chunks
+    if len(layers) == 1 and model.compile:
+        yield (
+            "model.compile: true was given; transformers computes this model in one piece, and "
+            "layers are compiled: set it to false"
+        )
     if len(layers) == 1 < parts:
         yield (
             f"parallelism.pp: {pp} was given; transformers computes this model in one piece: its "

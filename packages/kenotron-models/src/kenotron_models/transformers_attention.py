@@ -106,16 +106,16 @@ def attend_rows(
     mask, rows = attention_mask, _rows.get()
     assert rows is not None and not dropout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, softcap, s_aux)
     if rows.context.cache is not None:
-        seen = Scoring(scale, softcap, s_aux)
-        return attend_masked(query.transpose(1, 2), key, value, mask, seen).contiguous(), None
+        return attend_masked(query.transpose(1, 2), key, value, mask, scoring).contiguous(), None
     if others.get("is_causal") is False or mask is None or mask.numel() != 1 or mask.is_cuda:
         raise ValueError(f"{name} calls its attention with a mask that it made itself, {_ADVICE}")
     window = int(mask)
     sight = AttentionMask(rows.context, window or None, rows.documents)
     how = attend if rows.context.cut is None else attend_cut
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return how(q, k, v, sight, Scoring(scale, softcap, s_aux)).contiguous(), None
+    return how(q, k, v, sight, scoring).contiguous(), None
 
 
 _ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to null"

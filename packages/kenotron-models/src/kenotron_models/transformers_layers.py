@@ -22,6 +22,7 @@ from kenotron_models.recompute import Recompute, whole
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_balance import AddsBalance, BalanceLoss, RouterLogits, balance_of
 from kenotron_models.transformers_cache import cache_of
+from kenotron_models.transformers_compiled import compiled_block
 from kenotron_models.transformers_model import empty_model, fill_buffers
 from kenotron_models.transformers_plan import cut_model
 from kenotron_models.transformers_problems import sequence_problem
@@ -49,6 +50,9 @@ class TransformersLayer(nn.Module):
     @abstractmethod
     def fill_buffers(self, device: torch.device) -> None:
         """Give buffers, which need memory first, their values on ``device``."""
+
+    def compile_block(self) -> None:
+        """Compile the layer of transformers that this is; others stay as they are."""
 
     def take_balance(self) -> Tensor | None:
         """Return the balance loss since the last call, see ``AddsBalance``; None: it has none."""
@@ -112,11 +116,16 @@ class LayerEntry(TransformersLayer):
         self.hf_names = {f"block.{n}": f"{path}.{n}" for n in _parameters(layer)}
         self.balance: BalanceLoss | None = None
         self.logits: RouterLogits | None = None
+        self._program: tuple[nn.Module, ...] = ()  # not a submodule
 
     @property
     def skeleton(self) -> Skeleton:
         """The model that this is a layer of."""
         return self._skeleton[0]
+
+    def compile_block(self) -> None:
+        """Compile the layer; passes with a cache, each of another length, stay as they are."""
+        self._program = (compiled_block(self.block),)
 
     def forward(self, x: Tensor | Summed, context: Context) -> Tensor | Summed:
         """Call the layer as transformers would, and add its routers' logits to the sums."""
@@ -133,8 +142,9 @@ class LayerEntry(TransformersLayer):
     def _layer(
         self, x_BSD: Tensor, sums: Tensor | None, call: Call, context: Context
     ) -> Tensor | Summed:
+        block = self._program[0] if self._program and context.cache is None else self.block
         with attending(context, self.skeleton.documents):
-            y = self.block(x_BSD, *call.args, **call.options)
+            y = block(x_BSD, *call.args, **call.options)
         y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
         logits = [] if self.logits is None else self.logits.take()
         if sums is None or self.balance is None:

@@ -52,16 +52,17 @@ class AllTokens(nn.Module):
                 f"a {type(self).__mro__[2].__name__} is called with two tensors of hidden features:"
                 " set parallelism.tp_mode to ALL_REDUCE"
             )
-        whole = self._enter(x)
+        whole = self.enter(x)
         args, options = (
             ((whole, *args[1:]), options) if name is None else (args, {**options, name: whole})
         )
         y = super().forward(*args, **options)
         if isinstance(y, tuple):
-            return (self._leave(y[0]), *y[1:])
-        return self._leave(y)
+            return (self.leave(y[0]), *y[1:])
+        return self.leave(y)
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
+        """Gather this rank's tokens (1, n, D) and return all of them, (B, S, D)."""
         context, axis = context_now(), self.gathers_over
         assert context is not None
         rows, tokens = x.flatten(0, -2), context.tokens
@@ -70,7 +71,8 @@ class AllTokens(nn.Module):
         )
         return whole.view(*context.positions_BS.shape, -1)
 
-    def _leave(self, y: Tensor) -> Tensor:
+    def leave(self, y: Tensor) -> Tensor:
+        """Return this rank's tokens (1, n, D) of a result (B, S, D)."""
         rows, axis = y.flatten(0, -2), self.gathers_over
         if self.sums:
             padded = F.pad(rows, (0, 0, 0, -len(rows) % axis.size))
