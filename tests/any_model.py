@@ -33,6 +33,7 @@ from kenotron_models import (
     transformers_names,
 )
 from kenotron_models.families import TransformersConfig
+from kenotron_tp import TPMode
 
 PAGE = Path(__file__).parent.parent / "apps/train/docs/any-model-families.md"
 START, END = "<!-- table -->\n", "<!-- end -->\n"
@@ -55,9 +56,9 @@ def whole_model(kind: str, **changes: Any) -> Any:
     return model
 
 
-def part_of(model: Any, spec: TransformersSpec, mesh: Mesh) -> LayerStack:
+def part_of(model: Any, spec: TransformersSpec, mesh: Mesh, mode: TPMode = TPMode()) -> LayerStack:
     """Return the layers of the same model, cut over tp, with their part of the weights."""
-    stack = LayerStack(build_decoder(spec, Build(mesh["tp"], ep=mesh["ep"])))
+    stack = LayerStack(build_decoder(spec, Build(mesh["tp"], mode, ep=mesh["ep"])))
     materialize(stack, "cpu")
     for layer in stack:
         layer.fill_buffers(torch.device("cpu"))
@@ -72,9 +73,16 @@ def part_of(model: Any, spec: TransformersSpec, mesh: Mesh) -> LayerStack:
 
 
 def deviations(
-    mesh: Mesh, kind: str, plan: dict[str, str] | None = None, **changes: Any
+    mesh: Mesh,
+    kind: str,
+    plan: dict[str, str] | None = None,
+    mode: TPMode = TPMode(),
+    size: tuple[int, int] = (2, SEQUENCE),
+    **changes: Any,
 ) -> tuple[dict[str, float], str, str]:
     """Compare logits and every gradient; say what tp cuts, and whether pp can share the layers.
+
+    ``size``: rows, and tokens of each.
 
     Raises ValueError where the family is refused.
     """
@@ -84,23 +92,23 @@ def deviations(
     spec = sizes.decoder
     if cp.size > 1 and (problem := sequence_problem(spec)):
         raise ValueError(problem)
-    stack = part_of(whole := whole_model(kind, **changes), spec, mesh)
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (2, SEQUENCE), generator=draw)
-    pull = torch.randn(2, SEQUENCE, VOCAB, generator=draw)
+    stack = part_of(whole := whole_model(kind, **changes), spec, mesh, mode)
+    draw, sequence = torch.Generator().manual_seed(1), size[1]
+    ids = torch.randint(3, VOCAB, size, generator=draw)
+    pull = torch.randn(*size, VOCAB, generator=draw)
     due = whole(input_ids=ids, use_cache=False).logits
     (due * pull).sum().backward()
     ids, pull, due = (x.chunk(mesh["dp"].size)[mesh["dp"].rank] for x in (ids, pull, due))
     columns = VOCAB // mesh["tp"].size
     own = slice(mesh["tp"].rank * columns, (mesh["tp"].rank + 1) * columns)
-    places = torch.arange(SEQUENCE).expand(len(ids), -1)
+    places = torch.arange(sequence).expand(len(ids), -1)
     cut = None if cp.size == 1 else SequenceCut(cp, places)
     here = partial(cut_sequence, axis=cp)
     context = Context(here(places), cut=cut)
     logits = stack(here(ids).flatten(), context).view(*context.positions_BS.shape, -1)
     (logits * here(pull)[..., own]).sum().backward()
     sum_gradients(stack, mesh)
-    real = slice(None) if cut is None else cut.places_S < SEQUENCE
+    real = slice(None) if cut is None else cut.places_S < sequence
     apart = _share(logits[:, real], here(due)[:, real][..., own], float(due.abs().max()))
     found = {"logits": apart}
     layouts, held = parameter_layouts(stack, mesh.axis_sizes), named_parameters(stack)

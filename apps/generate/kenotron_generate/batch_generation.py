@@ -17,7 +17,7 @@ from kenotron_generate.logprobs import OF_TRAINING, check_lengths, score_texts
 from kenotron_generate.prompts import Prompt, with_stdin
 from kenotron_generate.shared_passes import SharedPasses
 from kenotron_generate.tokenizer_io import PromptTokenizer, Writer, open_words
-from kenotron_models import Sampling, generate
+from kenotron_models import Sampling, cache_problem, generate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,8 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
     passes = SharedPasses(load_model(described, mesh), mesh)
     if request.check and described.is_foreign and mesh.rank == 0:
         print(remark_on(described), file=sys.stderr, flush=True)
+    if request.cached and mesh.rank == 0 and (problem := cache_problem(described.model)):
+        print(f"no cache is used, each token reads all of its text: {problem}", file=sys.stderr)
     run = _Run(mesh, described, request, words, passes)
     started = time.perf_counter()
     replicas = mesh["dp", "cp"]
@@ -184,7 +186,7 @@ class _Run:
             max_new_tokens=request.max_new_tokens,
             sampling=request.sampling,
             ends=ends,
-            cached=request.cached and self.described.caches,
+            cached=request.cached and cache_problem(self.described.model) is None,
             first_text=first,
         )
         for _ in steps:

@@ -29,7 +29,6 @@ from kenotron_models import (
     layer_costs,
     model_from_json,
 )
-from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import CONFIG, EMBEDDING, hf_dtype, read_json
 from kenotron_models.hf_import import OtherModel, read_model, remark
 from kenotron_pp import Pipeline
@@ -63,9 +62,6 @@ class Description:
     """Token that begins a text out of nothing."""
     reproducible: dict[str, Any] | None = None
     """Conditions of a training with `general.reproducible`; None: it was without."""
-    caches: bool = True
-    """True where its layers keep what they have read; transformers' own read the whole text
-    again."""
 
 
 def describe(path: str | Path) -> Description:
@@ -100,7 +96,6 @@ def describe(path: str | Path) -> Description:
         ends=_ends(generation),
         begin=generation.get("bos_token_id", spec.bos_token_id),
         reproducible=state.get("reproducible"),
-        caches=not isinstance(config, TransformersConfig),
     )
 
 

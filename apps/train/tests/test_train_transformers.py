@@ -59,6 +59,42 @@ def test_every_layout_trains_as_one_process(family, layout, tmp_path):
         assert norm == pytest.approx(due_norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_tokens_cut_over_tp_train_as_transformers_does_in_plain_torch(family, tmp_path):
+    folder = folder_of(family, tmp_path / "model")
+    layout = {"parallelism.tp": 2, "parallelism.pp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"}
+    config = configure(
+        folder, tmp_path / "run", NO_DECAY | layout | {"parallelism.recompute": "full"}
+    )
+    found = run(config)
+    losses, _ = alone(folder, [rate for _, _, rate in found], config)
+    assert [loss for loss, _, _ in found] == pytest.approx(losses, rel=1e-6)
+    assert losses[-1] != losses[0]
+
+
+COMPILED = {
+    "llama one process": ("llama", {}),
+    "qwen3 tp2 recompute": ("qwen3", {"parallelism.tp": 2, "parallelism.recompute": "full"}),
+    "mixtral tp2 sequence": (
+        "mixtral",
+        {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"},
+    ),
+}
+
+
+@pytest.mark.by_turns(3)
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_layers_train_as_transformers_does_in_plain_torch(case, tmp_path):
+    family, layout = COMPILED[case]
+    balanced = {"output_router_logits": True} if family == "mixtral" else {}
+    folder = folder_of(family, tmp_path / "model", **balanced)
+    changes = NO_DECAY | layout | {"model.compile": True}
+    found = run(config := configure(folder, tmp_path / "run", changes))
+    losses, _ = alone(folder, [rate for _, _, rate in found], config)
+    assert [loss for loss, _, _ in found] == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] != losses[0]
+
+
 @pytest.mark.parametrize("family", ["bloom", "gpt2", "opt", *FOUND])
 def test_layers_that_were_found_are_shared_by_stages(family, tmp_path):
     folder = folder_of(family, tmp_path / "model")

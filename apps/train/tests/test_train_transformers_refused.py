@@ -15,9 +15,16 @@ from kenotron_config import ConfigError
 from kenotron_convert import transformers_export
 from kenotron_convert.exporting import export_hf
 from kenotron_dist import Axis, Mesh
-from kenotron_models import Build, Context, LayerStack, build_decoder
+from kenotron_models import Build, Context, build_decoder
 from kenotron_models.families import TransformersConfig
-from kenotron_models.transformers_model import fill_buffers, freeze_buffers, spec_of
+from kenotron_models.kv_cache import KVCache
+from kenotron_models.transformers_cache import cache_of
+from kenotron_models.transformers_model import (
+    empty_model,
+    fill_buffers,
+    freeze_buffers,
+    spec_of,
+)
 from kenotron_models.transformers_plan import cut_model
 from kenotron_models.transformers_skeleton import Call, Skeleton, check_documents
 from kenotron_train.assemble import build_training
@@ -26,9 +33,7 @@ from kenotron_train.run.initial import load_initial
 PROBLEMS = {
     "parallelism.cp=2": "parallelism.cp: 2 was given; attention of transformers needs whole rows",
     "parallelism.ep=2": "parallelism.ep: ep 2 was given, and the model has no experts: set it to",
-    "parallelism.tp_mode=REDUCE_SCATTER": "parallelism.tp_mode: REDUCE_SCATTER was given; a model",
     "parallelism.recompute=selective": "parallelism.recompute: selective was given; a model of",
-    "model.compile=true": "model.compile: true was given; a model of transformers",
     "model.mtp={}": "model.mtp.layers: 1 was given; layers of transformers have no such module",
     "model.cuda_graph=true": "model.cuda_graph: true was given; a model of transformers",
     "model.make_vocab_size_divisible_by=8": "make_vocab_size_divisible_by: 8 was given; the vocab",
@@ -43,10 +48,26 @@ def test_what_a_model_of_transformers_cannot_do_is_refused_by_name(change, tmp_p
     folder = folder_of("cohere", tmp_path / "model")
     key, _, value = change.partition("=")
     changes = {key: value}
-    if key in ("parallelism.tp_mode", "parallelism.ep"):
+    if key == "parallelism.ep":
         changes["parallelism.tp"] = 2
     with pytest.raises(ConfigError, match=PROBLEMS[change]):
         configure(folder, tmp_path / "run", changes)
+
+
+def test_tokens_that_cannot_be_cut_are_refused_by_name(tmp_path):
+    cut = {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"}
+    plan = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
+    whole = ("self_attn", "self_attn_layer_norm", "final_layer_norm")
+    plan |= {f"model.decoder.layers.*.{name}": "replicate" for name in whole}
+    for family, words, more, keys in (
+        ("gemma3n_text", "given; a gemma3n_text is not split into layers: its tokens stay", {}, {}),
+        ("opt", "given; .*layers.0.fc1 is cut over tp and has no module of its own", {}, plan),
+        ("cohere", "given; adapters of a model of transformers need whole", {"rank": 2}, {}),
+    ):
+        folder = folder_of(family, tmp_path / family)
+        changes = cut | ({"model.adapter": json.dumps(more)} if more else {})
+        with pytest.raises(ConfigError, match=f"tp_mode: REDUCE_SCATTER was {words}"):
+            configure(folder, tmp_path / "run", changes, **({"tp_plan": keys} if keys else {}))
 
 
 def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
@@ -63,6 +84,11 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
     whole = folder_of("openai-gpt", tmp_path / "whole")
     refused(
         "pp: 2 was given; transformers computes this model in one", {"parallelism.pp": 2}, whole
+    )
+    refused(
+        "compile: true was given; transformers computes this model in one piece, and layers are",
+        {"model.compile": True},
+        whole,
     )
     refused("but a openai-gpt is not split into layers", path=whole, separate_documents=True)
     refused("attn_implementation: flash was given", attn_implementation="flash")
@@ -208,14 +234,13 @@ def test_a_mask_that_shows_other_documents_is_refused():
     assert not check_documents([], torch.arange(4)[None], "fake")
 
 
-@pytest.mark.parametrize("family", ["cohere", "openai-gpt"])
-def test_a_cache_is_refused(family, tmp_path):
-    folder_of(family, tmp_path / "model")
+def test_padding_in_a_later_pass_of_a_cache_is_refused(tmp_path):
+    folder_of("cohere", tmp_path / "model")
     spec = TransformersConfig(path=str(tmp_path / "model")).decoder
-    stack = LayerStack(build_decoder(spec, Build(Axis.solo("tp"))))
-    context = Context(torch.arange(4)[None].to("meta"), cache=object())
-    with pytest.raises(ValueError, match="layers of transformers keep nothing .* cached=False"):
-        stack(torch.zeros(4, dtype=torch.int64, device="meta"), context)
+    model, cache, places = empty_model(spec, None), KVCache(8), torch.arange(4)[None]
+    cache_of(model, Context(places, cache=cache))
+    with pytest.raises(ValueError, match="padding_BS was given in a later pass of a cache"):
+        cache_of(model, Context(places + 4, cache=cache, padding_BS=places == 3))
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 from kenotron_ckpt import latest_step
 from kenotron_command import printable
 from kenotron_data import decode, encode
-from kenotron_models import Sampling, TransformersSpec, generate
+from kenotron_models import Sampling, TransformersSpec, cache_problem, generate
 from kenotron_train.assemble import Training
 from kenotron_train.log.report import Report
 
@@ -99,7 +99,7 @@ def _sample(training: Training) -> str:
         vocab_size=plan.spec.vocab_size,
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(temperature=0.7, seed=plan.seed),
-        cached=not _is_foreign(training),  # layers of transformers keep nothing here
+        cached=cache_problem(plan.spec) is None,
         source=training.model.pipeline.last_rank,
     )
     return decode([*prompt, *(token for tokens in new for token in tokens if token is not None)])

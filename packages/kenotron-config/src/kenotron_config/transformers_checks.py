@@ -32,9 +32,8 @@ def transformers_problems(
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
-    for key in ("compile", "cuda_graph"):
-        if getattr(model, key):
-            yield f"model.{key}: true was given; {WHOLE}: set it to false"
+    if model.cuda_graph:
+        yield f"model.cuda_graph: true was given; {WHOLE}: set it to false"
     if model.make_vocab_size_divisible_by != 1:
         yield (
             f"model.make_vocab_size_divisible_by: {model.make_vocab_size_divisible_by} was given; "
@@ -43,8 +42,6 @@ def _model(model: ModelConfig) -> Iterator[str]:
 
 
 def _ranks(parallelism: ParallelismConfig) -> Iterator[str]:
-    if parallelism.mode.sequence_parallel:
-        yield (f"parallelism.tp_mode: REDUCE_SCATTER was given; {WHOLE}: set it to ALL_REDUCE")
     if (again := parallelism.recompute) not in (None, "full", "none"):
         yield f"parallelism.recompute: {again} was given; {WHOLE}: choose full or none"
     if parallelism.recompute_memory_gb is not None:
@@ -82,7 +79,14 @@ def _layers(
         layers_on_meta(spec, tp, parallelism.ep)
     except ValueError as error:
         yield f"parallelism.ep: {_one_line(error)}; ep is {parallelism.ep}"
+    else:
+        yield from _tokens(model, spec, parallelism)
     parts = pp * parallelism.schedule.chunks
+    if len(layers) == 1 and model.compile:
+        yield (
+            "model.compile: true was given; transformers computes this model in one piece, and "
+            "layers are compiled: set it to false"
+        )
     if len(layers) == 1 < parts:
         yield (
             f"parallelism.pp: {pp} was given; transformers computes this model in one piece: its "
@@ -107,6 +111,23 @@ def _layers(
             f"model.init_method.scaling_method: {method.scaling_method} was given; without a "
             "base_model_tp_plan it is not known which matrices write to the residual stream: set "
             "it to NONE"
+        )
+
+
+def _tokens(
+    model: ModelConfig, spec: TransformersSpec, parallelism: ParallelismConfig
+) -> Iterator[str]:
+    """Yield why tokens between layers cannot be cut over tp, where they are."""
+    if not parallelism.mode.sequence_parallel:
+        return
+    try:
+        if model.adapter is not None:
+            raise ValueError("adapters of a model of transformers need whole tokens")
+        layers_on_meta(spec, parallelism.tp, parallelism.ep, parallelism.mode)
+    except ValueError as error:
+        yield (
+            f"parallelism.tp_mode: REDUCE_SCATTER was given; {_one_line(error)}: set it to "
+            "ALL_REDUCE"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kenotron_dist import gather_objects
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.scoring import check_tokens
-from kenotron_models import Context, Sampling, TransformersSpec, generate
+from kenotron_models import Context, Sampling, cache_problem, generate
 
 
 def continue_texts(
@@ -28,7 +28,7 @@ def continue_texts(
     continues all texts.
 
     Args:
-        model: the model. Layers of transformers, and a reproducible one, read all for each token.
+        model: the model. One without a cache, or a reproducible one, reads all for each token.
         prompts: tokens of each text.
         window: longest text that the model reads, in tokens; see ``kenotron_models.generate``.
         max_new_tokens: how many to add at most.
@@ -63,7 +63,7 @@ def continue_texts(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             ends=lambda text, token, number=number: ends(number + text, token),
-            cached=not (model.plan.reproducible or isinstance(model.plan.spec, TransformersSpec)),
+            cached=not model.plan.reproducible and cache_problem(model.plan.spec) is None,
             first_text=number,
             source=model.model.pipeline.last_rank,
         )

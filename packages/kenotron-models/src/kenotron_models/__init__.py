@@ -50,13 +50,14 @@ from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 from kenotron_models.transformers_block import TransformersBlock, transformers_blocks
-from kenotron_models.transformers_layers import TransformersLayer, sequence_problem
+from kenotron_models.transformers_layers import TransformersLayer
 from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_names import (
     is_tied_copy,
     transformers_names,
     transformers_tensors,
 )
+from kenotron_models.transformers_problems import cache_problem, sequence_problem
 from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_models.virtual_chunks import split_chunks
 from kenotron_models.whole_rows import whole_row_part
@@ -93,6 +94,7 @@ __all__ = [
     "block_flops",
     "block_kernels",
     "build_decoder",
+    "cache_problem",
     "compile_layers",
     "component_of",
     "components",

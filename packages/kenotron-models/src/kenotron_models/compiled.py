@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from kenotron_models.transformers_layers import TransformersLayer
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 _CUT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
@@ -18,9 +19,12 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     Layers that communicate, those cut over more than one rank, are called by the programs and are
     no part of them: a program cannot wait for a peer. Everything between them is compiled, and what
     it computes again in the backward is the compiler's choice (``recompute`` ``selective`` changes
-    nothing more).
+    nothing more). Of a model of transformers the layers between embedding and head are compiled.
     """
     for layer in layers:
+        if isinstance(layer, TransformersLayer):
+            layer.compile_block()
+            continue
         if isinstance(layer, _CUT):  # a single product, or several ranks
             continue
         for part in layer.modules():

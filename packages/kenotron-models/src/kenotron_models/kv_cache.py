@@ -7,6 +7,7 @@ channels; ``/t`` is divided by tp size.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class KVCache:
         """Slots in use by the longest text."""
         self.equal_lengths = True
         """True where all texts of the batch are equally long."""
+        self.others: dict[Hashable, Any] = {}
+        """Caches of models whose layers have one of another library."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[Hashable, Tensor] = {}
 

@@ -68,7 +68,7 @@ def block_on_meta(
     mode, tp = batch.mode, axes["tp"]
     if isinstance(block, TransformersBlock):
         foreign, x, context = transformers_block_on_meta(
-            block, batch.rows, batch.sequence, batch.dtype, batch.recompute, axes
+            block, batch.rows, batch.sequence, batch.dtype, batch.recompute, axes, mode
         )
         return _adapted(foreign, batch, tp), x, context
     build = Build(tp, mode, dtype=batch.dtype, shapes_only=True)

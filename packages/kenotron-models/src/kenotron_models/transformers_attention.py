@@ -22,11 +22,19 @@ from kenotron_cp import Scoring
 from kenotron_models.attention_backends import attend
 from kenotron_models.attention_cp import attend_cut
 from kenotron_models.attention_mask import AttentionMask
+from kenotron_models.attention_reference import attend_masked
 from kenotron_models.context import Context
 
 OWN_ATTENTION = "kenotron"
 """``attn_implementation`` of models whose attention is computed here."""
-_SAYS_NOTHING = {"sliding_window", "position_ids", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k"}
+_SAYS_NOTHING = {
+    "sliding_window",
+    "position_ids",
+    "is_causal",
+    "use_cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+}
 """Arguments of a call that repeat what is known: masks say what is seen."""
 _Token = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask of transformers: (row, head, query, key) -> True where it is seen."""
@@ -95,28 +103,33 @@ def attend_rows(
     given = {word for word, each in others.items() if each is not None and each is not False}
     if unknown := sorted(given - _SAYS_NOTHING):
         raise ValueError(f"{name} calls its attention with {', '.join(unknown)}, {_ADVICE}")
-    mask = attention_mask
+    mask, rows = attention_mask, _rows.get()
+    assert rows is not None and not dropout
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, softcap, s_aux)
+    if rows.context.cache is not None:
+        return attend_masked(query.transpose(1, 2), key, value, mask, scoring).contiguous(), None
     if others.get("is_causal") is False or mask is None or mask.numel() != 1 or mask.is_cuda:
         raise ValueError(f"{name} calls its attention with a mask that it made itself, {_ADVICE}")
-    rows = _rows.get()
-    assert rows is not None and not dropout
     window = int(mask)
     sight = AttentionMask(rows.context, window or None, rows.documents)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     how = attend if rows.context.cut is None else attend_cut
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return how(q, k, v, sight, Scoring(scale, softcap, s_aux)).contiguous(), None
+    return how(q, k, v, sight, scoring).contiguous(), None
 
 
 _ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
 
 
-def window_mask(*, mask_function: _Token, use_vmap: bool = False, **_: Any) -> Tensor:
+def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) -> Tensor:
     """Return the window of a mask of transformers, 0 for none: int64 (1, 1, 1, 1) on the CPU.
+
+    In a pass with a cache: which slots each token sees, bool (B, 1, n, L).
 
     Args:
         mask_function: the tokens that are seen.
         use_vmap: true for a function that a model added to masks.
+        sizes: of queries and keys, and padding; a pass with a cache reads them.
 
     Raises:
         ValueError: a token sees something else than the last so many tokens.
@@ -124,6 +137,8 @@ def window_mask(*, mask_function: _Token, use_vmap: bool = False, **_: Any) -> T
     rows = _rows.get()
     assert rows is not None
     context = rows.context
+    if context.cache is not None and not use_vmap:
+        return _seen_slots(mask_function, sizes)
     length = context.positions_BS.shape[1] if context.cut is None else context.cut.sequence
     with torch.device("cpu"):  # no device waits for the host
         keys, zero = torch.arange(length)[None], torch.zeros((), dtype=torch.int64)
@@ -138,3 +153,14 @@ def window_mask(*, mask_function: _Token, use_vmap: bool = False, **_: Any) -> T
                 f"causal with a window, in rows of {length} tokens: set it to null"
             )
         return torch.full((1, 1, 1, 1), 0 if window == length else window)
+
+
+def _seen_slots(mask_function: _Token, sizes: Any) -> Tensor:
+    """Slots of a cache that each token of a pass sees, bool (B, 1, n, L); padding sees itself."""
+    padding = sizes["attention_mask"]  # (B, L), of all slots that were ever filled
+    device = padding.device
+    queries = torch.arange(sizes["q_length"], device=device)[:, None] + sizes["q_offset"]
+    keys = torch.arange(sizes["kv_length"], device=device) + sizes["kv_offset"]
+    row = torch.arange(len(padding), device=device)[:, None, None, None]
+    seen = mask_function(row, torch.zeros_like(row), queries, keys)
+    return (seen & padding[:, None, None, keys].bool()) | (queries == keys)

@@ -23,6 +23,7 @@ from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_attention import OWN_ATTENTION
 from kenotron_models.transformers_layers import LayerEntry, transformers_layers
 from kenotron_models.transformers_spec import TransformersSpec
+from kenotron_tp import TPMode
 
 LARGEST_MASK = 1 << 28
 """Elements of a mask (S, S) that is made to measure a layer."""
@@ -67,8 +68,9 @@ def transformers_block_on_meta(
     dtype: torch.dtype,
     recompute: Recompute,
     axes: Mapping[str, Axis],
+    mode: TPMode = TPMode(),
 ) -> tuple[nn.Module, Tensor, Context]:
-    """Return a layer on device meta, its input (T, D) and the context of a micro-batch.
+    """Return a layer on device meta, its input (T, D) or (T/t, D), and a micro-batch's context.
 
     Args:
         block: which one.
@@ -77,6 +79,7 @@ def transformers_block_on_meta(
         dtype: of parameters and activations.
         recompute: ``none`` or ``full``.
         axes: ``tp``, and ``ep`` where experts are cut; without a group.
+        mode: communication over tp.
 
     Raises:
         ValueError: its mask is too large to be made here.
@@ -87,14 +90,13 @@ def transformers_block_on_meta(
             f"model.model_config.attn_implementation: {spec.attention} was given; masks of "
             f"{sequence:,} tokens are too large to be made here: set it to {OWN_ATTENTION}"
         )
-    build = Build(axes["tp"], dtype=dtype, ep=axes.get("ep", Axis.solo("ep")))
+    build = Build(axes["tp"], mode, dtype=dtype, ep=axes.get("ep", Axis.solo("ep")))
     again: list[Recompute] = [recompute] * spec.depth
     entries = dict(transformers_layers(spec, build, again))
     layer = entries[f"layers.{block.number}"]
     assert isinstance(layer, LayerEntry)
     context = Context(torch.arange(sequence, device="meta").expand(rows, sequence))
     layer.skeleton.calls_on_meta(spec.hidden_size, dtype, context)
-    x = torch.empty(
-        rows * sequence, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True
-    )
+    held = -(-rows * sequence // layer.tokens_over.size)
+    x = torch.empty(held, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
     return layer, x, context

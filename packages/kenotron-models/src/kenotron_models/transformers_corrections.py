@@ -1,4 +1,4 @@
-"""Entries of transformers' tp plans that are wrong or missing, and models that cannot be trained.
+"""Entries of transformers' tp plans that are wrong or missing, and what models cannot do here.
 
 The test that compares every family with plain transformers (tests/test_any_model.py) found them in
 transformers 5.24.
@@ -25,3 +25,8 @@ CORRECTIONS: dict[str, dict[str, str]] = {
 """By ``model_type``: styles of names, from the model without its head on."""
 UNFIT = {"phimoe": "its router draws experts at random in training, on every layout others"}
 """By ``model_type``: why transformers' model cannot be trained on several layouts."""
+UNCACHED = {
+    "doge": "the masks of its heads are made of the values of all tokens",
+    "dory": "its layers are called several times in a pass",
+}
+"""By ``model_type``: why texts are continued without a cache."""

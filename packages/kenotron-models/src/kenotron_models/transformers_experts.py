@@ -75,7 +75,7 @@ def exchange_experts(model: nn.Module, plan: dict[str, str], build: Build) -> di
     """
     if build.ep.size == 1:
         return plan
-    paths = [path for path, module in model.named_modules() if _is_experts(path, module)]
+    paths = [path for path, module in model.named_modules() if is_experts(path, module)]
     if not paths:
         raise ValueError(f"ep {build.ep.size} was given, and the model has no experts: set it to 1")
     rest = dict(plan)
@@ -92,7 +92,7 @@ def exchange_experts(model: nn.Module, plan: dict[str, str], build: Build) -> di
 def declare_stacks(model: nn.Module) -> None:
     """Declare experts that ep does not cut to be a matrix each, as they are where it does."""
     for path, module in model.named_modules():
-        if not _is_experts(path, module):
+        if not is_experts(path, module):
             continue
         placements: Placements = getattr(module, "placements", {})
         for name, parameter in module.named_parameters(recurse=False):
@@ -103,7 +103,7 @@ def declare_stacks(model: nn.Module) -> None:
         vars(module)["placements"] = placements
 
 
-def _is_experts(path: str, module: nn.Module) -> bool:
+def is_experts(path: str, module: nn.Module) -> bool:
     """Return True for stacks of matrices in a module that is named so."""
     stacks = any(p.ndim == 3 for p in module.parameters(recurse=False))
     return path.rpartition(".")[2] == "experts" and stacks

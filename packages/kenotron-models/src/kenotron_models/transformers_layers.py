@@ -10,23 +10,28 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kenotron_dist import Axis
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute, whole
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_balance import AddsBalance, BalanceLoss, RouterLogits, balance_of
+from kenotron_models.transformers_cache import cache_of
+from kenotron_models.transformers_compiled import compiled_block
 from kenotron_models.transformers_model import empty_model, fill_buffers
 from kenotron_models.transformers_plan import cut_model
-from kenotron_models.transformers_rows import check_mixing, cut_rows_problem
+from kenotron_models.transformers_problems import sequence_problem
+from kenotron_models.transformers_rows import check_mixing
+from kenotron_models.transformers_sequence import cut_tokens
 from kenotron_models.transformers_skeleton import Call, Skeleton, places_of
 from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_models.transformers_split import split_of
+from kenotron_tp import join_tokens, split_tokens
 
 Summed = tuple[Tensor, Tensor]
 """Hidden features (T, D), and the sums of the balance loss over the layers before."""
@@ -39,10 +44,15 @@ class TransformersLayer(nn.Module):
     """Names of its parameters, and those in transformers."""
     cuts_sequence = False
     """True where it is right for rows that are cut over cp."""
+    tokens_over = Axis.solo("tp")
+    """Axis over which tokens between layers are cut."""
 
     @abstractmethod
     def fill_buffers(self, device: torch.device) -> None:
         """Give buffers, which need memory first, their values on ``device``."""
+
+    def compile_block(self) -> None:
+        """Compile the layer of transformers that this is; others stay as they are."""
 
     def take_balance(self) -> Tensor | None:
         """Return the balance loss since the last call, see ``AddsBalance``; None: it has none."""
@@ -74,7 +84,8 @@ class EmbeddingEntry(_Outside):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor | Summed:
         """Do all that transformers does before its first layer."""
-        x = self.skeleton.embed(_tokens(tokens, context), context).flatten(0, 1)
+        tokens_BS = _tokens(self.skeleton.model, tokens, context)
+        x = split_tokens(self.skeleton.embed(tokens_BS, context).flatten(0, 1), self.tokens_over)
         if self.balance is None or context.loss_weight is None:
             return x
         return x, self.balance.zeros(x.device)
@@ -88,8 +99,9 @@ class HeadEntry(AddsBalance, _Outside):
         if isinstance(x, tuple):
             x, sums = x
             self.add_balance(sums, context)
+        x = join_tokens(x, self.tokens_over, context.tokens)
         x_BSD = x.view(*context.positions_BS.shape, -1)
-        return _wanted(self.skeleton.finish(x_BSD, context), context)
+        return _wanted(self.skeleton.model, self.skeleton.finish(x_BSD, context), context)
 
 
 class LayerEntry(TransformersLayer):
@@ -104,17 +116,25 @@ class LayerEntry(TransformersLayer):
         self.hf_names = {f"block.{n}": f"{path}.{n}" for n in _parameters(layer)}
         self.balance: BalanceLoss | None = None
         self.logits: RouterLogits | None = None
+        self._program: tuple[nn.Module, ...] = ()  # not a submodule
 
     @property
     def skeleton(self) -> Skeleton:
         """The model that this is a layer of."""
         return self._skeleton[0]
 
+    def compile_block(self) -> None:
+        """Compile the layer; passes with a cache, each of another length, stay as they are."""
+        self._program = (compiled_block(self.block),)
+
     def forward(self, x: Tensor | Summed, context: Context) -> Tensor | Summed:
         """Call the layer as transformers would, and add its routers' logits to the sums."""
         x, sums = x if isinstance(x, tuple) else (x, None)
-        x_BSD = x.view(*context.positions_BS.shape, -1)
-        call = self.skeleton.calls(x_BSD.detach(), context)[self.number]
+        shape = *context.positions_BS.shape, x.shape[-1]
+        call = self.skeleton.calls(x.new_empty(()).expand(shape), context)[self.number]
+        if (cache := cache_of(self.skeleton.model, context)) is not None:
+            call = cache.filled(call)
+        x_BSD = x.view(shape) if self.tokens_over.size == 1 else x[None]
         if self.recompute == "full" and torch.is_grad_enabled():
             return whole(self._layer, x_BSD, sums, call, context)
         return self._layer(x_BSD, sums, call, context)
@@ -122,8 +142,9 @@ class LayerEntry(TransformersLayer):
     def _layer(
         self, x_BSD: Tensor, sums: Tensor | None, call: Call, context: Context
     ) -> Tensor | Summed:
+        block = self._program[0] if self._program and context.cache is None else self.block
         with attending(context, self.skeleton.documents):
-            y = self.block(x_BSD, *call.args, **call.options)
+            y = block(x_BSD, *call.args, **call.options)
         y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
         logits = [] if self.logits is None else self.logits.take()
         if sums is None or self.balance is None:
@@ -148,39 +169,35 @@ class WholeEntry(AddsBalance, TransformersLayer):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """Call the model."""
-        places = places_of(False, context)
+        cache = cache_of(self.whole, context)
+        places = places_of(False, context) if cache is None else cache.filled(cache.places(context))
         given = {name: value for name, value in places.items() if name in self._takes}
         with attending(context, self.documents):
-            logits = self.whole(input_ids=_tokens(tokens, context), **given).logits
+            logits = self.whole(input_ids=_tokens(self.whole, tokens, context), **given).logits
         routed = [] if self.logits is None else self.logits.take()
         if self.balance is not None and context.loss_weight is not None:
             zeros = self.balance.zeros(logits.device)
             self.add_balance(self.balance.add(zeros, routed, context), context)
-        return _wanted(logits, context)
+        return _wanted(self.whole, logits, context)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Give all buffers of the model their values."""
         fill_buffers(self.whole, self.whole, device)
 
 
-def _tokens(tokens: Tensor, context: Context) -> Tensor:
-    """Tokens (B, S).
-
-    Raises:
-        ValueError: the context has a key-value cache.
-    """
-    if context.cache is not None:
-        raise ValueError(
-            "layers of transformers keep nothing of earlier tokens in this cache: generate with "
-            "cached=False"
-        )
-    return tokens.view_as(context.positions_BS)
+def _tokens(model: Any, tokens: Tensor, context: Context) -> Tensor:
+    """Tokens (B, S); texts that a cache keeps are padded on their left."""
+    tokens_BS = tokens.view_as(context.positions_BS)
+    cache = cache_of(model, context)
+    return tokens_BS if cache is None else cache.left_padded(tokens_BS)
 
 
-def _wanted(logits_BSV: Tensor, context: Context) -> Tensor:
+def _wanted(model: Any, logits_BSV: Tensor, context: Context) -> Tensor:
     """Logits (T, V/t), or those of the tokens that the context asks for."""
-    logits = logits_BSV.flatten(0, 1)
-    return logits if context.outputs is None else logits[context.outputs]
+    logits, cache = logits_BSV.flatten(0, 1), cache_of(model, context)
+    if context.outputs is None:
+        return logits
+    return logits[context.outputs if cache is None else cache.outputs(context.outputs)]
 
 
 def _parameters(module: nn.Module) -> list[str]:
@@ -225,6 +242,10 @@ def transformers_layers(
             "into layers, so its masks are not known: set it to false, or attn_implementation to "
             "kenotron"
         )
+    if split is None and build.sequence_parallel and build.tp.size > 1:
+        raise ValueError(
+            f"a {model.config.model_type} is not split into layers: its tokens stay whole"
+        )
     if split is None:
         entry = WholeEntry(model, spec.documents)
         if balance is not None:
@@ -235,6 +256,11 @@ def transformers_layers(
     skeleton = split.skeleton(model, spec.documents)
     embedding, head = EmbeddingEntry(skeleton, before), HeadEntry(skeleton, after)
     own = [LayerEntry(skeleton, f"{prefix}.{i}", m, i, recompute[i]) for i, m in enumerate(layers)]
+    if build.sequence_parallel and build.tp.size > 1:
+        for entry in (embedding, head, *own):
+            entry.tokens_over = build.tp
+        for i, layer in enumerate(layers):
+            cut_tokens(f"{prefix}.{i}", layer, build.tp)
     if balance is not None:
         embedding.balance = head.balance = balance
         for i, entry in enumerate(own):
@@ -250,14 +276,3 @@ def _declared(
     for _, entry in entries:
         entry.cuts_sequence = sequence_problem(spec) is None
     return [*entries]
-
-
-@lru_cache(maxsize=8)
-def sequence_problem(spec: TransformersSpec) -> str | None:
-    """Return why rows of a model cannot be cut over cp; None: they can."""
-    if spec.attention != OWN_ATTENTION:
-        return "attention of transformers needs whole rows: set attn_implementation to kenotron"
-    model = empty_model(spec, None)
-    split = split_of(spec)
-    skeleton = None if split is None else split.skeleton(model, False)
-    return cut_rows_problem(model, skeleton, spec.hidden_size)

@@ -136,6 +136,17 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
     return model.train()
 
 
+def dynamic_cache(model: Any) -> Any:
+    """Return an empty cache of transformers with a layer of each layer's kind."""
+    return _transformers().DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def attend_outside_programs() -> None:
+    """Let programs of ``torch.compile`` call the attention that is computed here."""
+    attend = torch.compiler.disable(attend_rows)
+    _transformers().AttentionInterface.register(OWN_ATTENTION, attend)
+
+
 def _dropping(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kenotron_models.context import Context
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
+from kenotron_models.transformers_cache import cache_of
 from kenotron_models.transformers_model import fill_buffers
 from kenotron_models.transformers_plan import base_of, path_of
 from kenotron_models.transformers_twin import meta_twin
@@ -201,7 +202,7 @@ class Skeleton:
         self.recorders[-1].ends = True
         with torch.no_grad(), attending(context, self.documents), self._stubbed():
             self._reach(inputs_embeds=torch.zeros_like(x_BSD), **self._places(context))
-        if not self._checked and not context.positions_BS.is_meta:
+        if not self._checked and context.cache is None and not context.positions_BS.is_meta:
             kind = self.model.config.model_type
             self._checked = check_documents(found, context.positions_BS, kind)
         return found
@@ -227,6 +228,9 @@ class Skeleton:
         raise RuntimeError(f"{type(self.base).__name__}.forward did not call its layers")
 
     def _places(self, context: Context) -> dict[str, Any]:
+        cache = cache_of(self.model, context)
+        if cache is not None:
+            return cache.places(context)
         return places_of(self.masks_documents, context)
 
     def _reset(self) -> None:
