@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from cost_cases import EXPERTS, H100, LLAMA, configured, tiny
 
+from kenotron_cost import measured, stage_tensors
 from kenotron_cost.cost_plan import cost_plan
 from kenotron_cost.knobs import SEARCH_KEYS
-from kenotron_cost.layouts import Refused, legal_layouts, own_layout, with_layout
+from kenotron_cost.layouts import RECOMPUTES, Refused, legal_layouts, own_layout, with_layout
 from kenotron_cost.measured import MeasuredModel
 from kenotron_cost.recomputed import recomputed
 from kenotron_cost.run_plan import plan_of_run
@@ -82,3 +83,37 @@ def test_an_uneven_load_takes_memory_and_time_of_experts_alone():
         assert (uneven.memory.total > even.memory.total) is grows
         assert (uneven.time.seconds > even.time.seconds) is grows
         assert own_layout(config) == even.layout
+
+
+def counted(function, calls):
+    def made(*args, **how):
+        calls.append((*args, *sorted(how.items())))
+        return function(*args, **how)
+
+    return made
+
+
+@pytest.mark.smoke
+def test_a_search_measures_a_block_once_for_each_way_of_cutting_it(monkeypatch):
+    calls = {"kernels": [], "kept": [], "working": [], "actions": []}
+    for module, name, of in (
+        (measured, "block_kernels", "kernels"), (measured, "kept_bytes", "kept"),
+        (measured, "working_bytes", "working"), (stage_tensors, "rank_actions", "actions"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, counted(getattr(module, name), calls[of]))
+    dense = {**EXPERTS, "moe_config": {**EXPERTS["moe_config"], "layers": [1]}}
+    config = configured(dense, "tokens.batch_accumulation_per_replica=64")
+    found = [*legal_layouts(config, 16, Refused())]
+    planner = Planner(cost_plan(config), H100, 80e9)
+    planner.search(found, "memory")
+    planner.search(found)
+    cut = {(plan.parallelism.tp, plan.row_tokens, plan.parallelism.ep) for _, plan in found}
+    tps, tokens = {tp for tp, *_ in cut}, {(tp, row) for tp, row, _ in cut}
+    cuts, ways = len(tps) + len({(tp, ep) for tp, _, ep in cut}), len(RECOMPUTES)
+    assert len({*calls["kernels"]}) == ways * cuts  # only experts are cut over ep
+    assert len({*calls["kept"]}) == len(calls["kept"]) == 2 * ways * len(tokens)
+    assert len({*calls["working"]}) == 2 * 2 * ways * len(tokens)  # of one row and of two
+    assert len({*calls["actions"]}) == len(calls["actions"]) < len(found)
+    before = {name: len(each) for name, each in calls.items()}
+    planner.search(found)
+    assert before == {name: len(each) for name, each in calls.items()}

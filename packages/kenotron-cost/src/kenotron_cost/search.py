@@ -126,7 +126,12 @@ class Planner:
                         break
                     continue
             for named, candidate in _stages_of_zero(layout, plan, again[0]):
-                memory, limits = self.memory(candidate, again), _limit(best, layout, objective)
+                limits = _limit(best, layout, objective)
+                if objective != "memory":
+                    seconds = bound + self.timed.after(candidate, again)
+                    if _cost(seconds, layout, objective) > limits[0]:
+                        continue
+                memory = self.memory(candidate, again)
                 if memory.total > self.room:
                     near = sorted([*near, (memory.total, number, (named, candidate, again))])[:BEST]
                 elif objective != "memory" or memory.total <= limits[0]:

@@ -9,7 +9,7 @@ from functools import partial
 from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.machine_file import Machine
 from kenotron_cost.measured import MeasuredModel
-from kenotron_cost.stage_tensors import PlannedStage
+from kenotron_cost.stage_tensors import STEADY, PlannedStage
 from kenotron_cost.state_bytes import OFFLOADED
 from kenotron_cost.work import (
     Parts,
@@ -21,7 +21,7 @@ from kenotron_cost.work import (
     seconds_of_sending,
 )
 from kenotron_models import Recompute
-from kenotron_pp import Event, Times, pipeline_time, simulate
+from kenotron_pp import Event, Times, pipeline_time, rank_actions, simulate
 
 WORK_KEYS = (
     "peak_flops", "product_efficiency", "attention_efficiency", "memory_bandwidth",
@@ -92,19 +92,21 @@ class TimedModel:
         ticks, bubble = self.measured.once(
             (*key, tuple(again), self._cut(plan)), lambda: self._pipeline(plan, works, exact)
         )
-        ranks = self.measured.differing(plan, again)
-        ends = {rank: self._after(plan, rank, works[rank]) for rank in ranks}
-        busy = {rank: sum(work.total for work in works[rank]) * many for rank in ranks}
-        longest = max(ranks, key=lambda rank: busy[rank] + sum(ends[rank].values()))
+        ends = self._ends(plan, again)
+        busy = {rank: sum(work.total for work in works[rank]) * many for rank in ends}
+        longest = max(ends, key=lambda rank: busy[rank] + sum(ends[rank].values()))
         parts = parts_of()
         for work in works[longest]:
             for each in work.parts:
                 add_parts(parts, each, many)
         add_parts(parts, ends[longest])
-        after = max(sum(each.values()) for each in ends.values())
-        seconds = ticks + after
+        seconds = ticks + _longest(ends)
         parts["bubble"] = max(0.0, seconds - sum(parts.values()))
         return StepTime(seconds, bubble, {what: s for what, s in parts.items() if s})
+
+    def after(self, plan: CostPlan, again: Sequence[Recompute]) -> float:
+        """Return the seconds of a step after its last micro-batch; the others are in ``least``."""
+        return _longest(self._ends(plan, again))
 
     def proof(self, plan: CostPlan) -> str:
         """Return where the numbers are from that a layout's times follow from."""
@@ -147,10 +149,13 @@ class TimedModel:
             return many * works[0][0].total, 0.0
         times, ordered = self._times(plan, works)
         events = 2 * len(ordered) * many
-        if exact or events <= MOST_EVENTS:
-            return pipeline_time(schedule, pp, many, times)
+        actions = partial(self.measured.actions, schedule, pp)
+        if events <= MOST_EVENTS:
+            return pipeline_time(schedule, actions(many), times)
+        if exact:
+            return pipeline_time(schedule, rank_actions(schedule, pp, many), times)
         few = pp * schedule.chunks
-        ticks = [pipeline_time(schedule, pp, n * few, times)[0] for n in (2, 3)]
+        ticks = [pipeline_time(schedule, actions(n * few), times)[0] for n in STEADY]
         total = ticks[1] + (ticks[1] - ticks[0]) * (many / few - 3)
         busy = many * sum(map(sum, ordered))
         return total, max(0.0, 1 - busy / (total * pp))
@@ -193,6 +198,12 @@ class TimedModel:
         rate = self.machine["node_bandwidth" if inside else "network_bandwidth"]
         return self.machine["latency"] + sent / rate
 
+    def _ends(self, plan: CostPlan, again: Sequence[Recompute]) -> dict[int, Parts]:
+        """Return the seconds after the last micro-batch of ranks of pp that stand for all."""
+        works = self.works(plan, again)
+        ranks = self.measured.differing(plan, again)
+        return {rank: self._after(plan, rank, works[rank]) for rank in ranks}
+
     def _after(self, plan: CostPlan, rank: int, works: Sequence[WorkSeconds]) -> Parts:
         """Return the seconds that a step of a rank has besides its micro-batches."""
         machine, optimizer = self.machine, plan.optimizer
@@ -206,6 +217,11 @@ class TimedModel:
         found["optimizer"] = moved / machine[place]
         found["optimizer"] += (held["parameters"] + held["gradients"]) / machine["memory_bandwidth"]
         return found
+
+
+def _longest(ends: Mapping[int, Parts]) -> float:
+    """Return the seconds of the rank that has most."""
+    return max(sum(each.values()) for each in ends.values())
 
 
 def _behind(plan: CostPlan, works: Sequence[WorkSeconds]) -> float:
