@@ -5,6 +5,7 @@ Each kind of block is measured once for each way of cutting it, on torch's meta 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,6 +48,8 @@ class MeasuredModel(StageTensors):
 
     def __init__(self, plan: CostPlan, *, exact: bool = False, imbalance: float = 1.0) -> None:
         super().__init__(plan)
+        if not 1 <= imbalance < math.inf:
+            raise ValueError(f"imbalance: {imbalance} was given; it must be a number from 1")
         self.exact, self.imbalance = exact, imbalance
 
     def kept(self, plan: CostPlan, kind: int, again: Recompute) -> int:

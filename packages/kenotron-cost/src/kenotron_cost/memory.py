@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import get_args
 
-from kenotron_cost.cost_plan import CostPlan
+from kenotron_cost.cost_plan import CostPlan, sizes_of
 from kenotron_cost.measured import MeasuredModel
 from kenotron_cost.stage_tensors import PlannedStage
 from kenotron_cost.state_bytes import OFFLOADED
@@ -54,7 +55,11 @@ def peak_memory(
         measured: of its model.
         again: what each block computes again.
         reserved: bytes that are never tensors.
+
+    Raises:
+        ValueError: ``measured`` is of another model, or ``again`` has no way for every block.
     """
+    _check(plan, measured, again)
     found = (
         PeakMemory(name, rank, held)
         for rank in measured.differing(plan, again)
@@ -72,8 +77,11 @@ def instants(
 ) -> list[dict[str, int]]:
     """Return the bytes of a rank of pp by what they are for: ``FORWARD``, ``BACKWARD``, ``UPDATE``.
 
-    The other arguments are those of ``peak_memory``.
+    The other arguments are those of ``peak_memory``, which raises the same errors.
     """
+    _check(plan, measured, again)
+    if rank not in range(plan.parallelism.pp):
+        raise ValueError(f"rank: {rank} was given; parallelism.pp is {plan.parallelism.pp}")
     held = measured.held(plan, rank, again) | {"reserved": int(reserved)}
     working, shared = measured.of_stage("working", plan, rank, again, partial(_working, measured))
     batches = 1 if plan.on_accelerator else 1 + PREFETCHED
@@ -95,6 +103,17 @@ def instants(
         update["update of a tensor"] = BETWEEN_KERNELS * 4 * measured.updated(plan, rank)
     every = (kept | ends, kept | {"backward of a layer": working}, update)
     return [{what: size for what, size in each.items() if size} for each in every]
+
+
+def _check(plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute]) -> None:
+    """Raise ValueError for figures of another model, and for ways that are not one a block."""
+    if measured.sizes != sizes_of(plan.spec):
+        raise ValueError("measured: it is of another model; give MeasuredModel(plan) of this one")
+    if len(again) != len(measured.kinds) or not {*again} <= {*get_args(Recompute)}:
+        raise ValueError(
+            f"again: give each of the {len(measured.kinds)} blocks one of "
+            f"{', '.join(get_args(Recompute))}, as recomputed(plan) does"
+        )
 
 
 def _working(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from kenotron_cost.cost_plan import CostPlan, measured_blocks, mesh_sizes
+from kenotron_cost.cost_plan import CostPlan, measured_blocks, mesh_sizes, sizes_of
 from kenotron_cost.state_bytes import bucket_bytes, sent_over_data, stage_tensors, state_bytes
 from kenotron_dist import Axis
 from kenotron_dist.placement import TensorLayout, parameter_layouts
@@ -54,6 +54,7 @@ class StageTensors:
     """Layers and tensors of a model's stages; plans of one model differ in their layouts."""
 
     def __init__(self, plan: CostPlan) -> None:
+        self.sizes = sizes_of(plan.spec)
         blocks = [(each, plan.adapter_of(n)) for n, each in enumerate(measured_blocks(plan.spec))]
         self.of_kind = [*dict.fromkeys(blocks)]
         """Block and adapters of each kind."""

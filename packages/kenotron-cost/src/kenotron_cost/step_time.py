@@ -30,6 +30,8 @@ WORK_KEYS = (
 """Numbers of a machine that times of a rank alone follow from."""
 MOST_EVENTS = 4_000
 """Actions of a pipeline that a search simulates; longer ones continue their steady state."""
+GRADIENT_PASSES = 2
+"""Times that a step reads all gradients after the last backward: for the norm, and the update."""
 ROUNDING = 1e-9
 """Share by which sums of the same seconds in another order may differ."""
 
@@ -76,7 +78,7 @@ class TimedModel:
             first = own[0].seconds
             arrives += first[0]
             returns += first[1] + (0.0 if schedule.splits else first[2])
-        return found if len(works) == 1 else found * (1 - ROUNDING)
+        return found if len(works) == 1 else found / self.machine.sharing * (1 - ROUNDING)
 
     def step(self, plan: CostPlan, again: Sequence[Recompute], *, exact: bool = True) -> StepTime:
         """Return the time of a step.
@@ -90,7 +92,8 @@ class TimedModel:
         sizes = plan.parallelism
         key = "pipeline", sizes.pp, sizes.pp_engine, sizes.pp_chunks, sizes.world_size, many, exact
         ticks, bubble = self.measured.once(
-            (*key, tuple(again), self._cut(plan)), lambda: self._pipeline(plan, works, exact)
+            (*key, tuple(again), self._cut(plan)),
+            lambda: self._shared(*self._pipeline(plan, works, exact)),
         )
         ends = self._ends(plan, again)
         busy = {rank: sum(work.total for work in works[rank]) * many for rank in ends}
@@ -101,6 +104,8 @@ class TimedModel:
                 add_parts(parts, each, many)
         add_parts(parts, ends[longest])
         seconds = ticks + _longest(ends)
+        if (busiest := sum(parts.values())) > seconds and self.machine.sharing > 1:
+            parts = parts_of({what: each * seconds / busiest for what, each in parts.items()})
         parts["bubble"] = max(0.0, seconds - sum(parts.values()))
         return StepTime(seconds, bubble, {what: s for what, s in parts.items() if s})
 
@@ -160,6 +165,14 @@ class TimedModel:
         busy = many * sum(map(sum, ordered))
         return total, max(0.0, 1 - busy / (total * pp))
 
+    def _shared(self, ticks: float, bubble: float) -> tuple[float, float]:
+        """Return both where ranks share cores: those that wait leave theirs to the others."""
+        if self.machine.sharing == 1:
+            return ticks, bubble
+        busy = ticks * (1 - bubble)
+        ticks = max(busy, ticks / self.machine.sharing)
+        return ticks, 1 - busy / ticks
+
     def events(self, plan: CostPlan, again: Sequence[Recompute], rank: int) -> list[Event]:
         """Return what a rank of pp does in a step, in its order."""
         sizes = plan.parallelism
@@ -215,7 +228,8 @@ class TimedModel:
         moved = sum(2 * held[what] for what in OFFLOADED if what in held)
         place = "host_bandwidth" if optimizer.offload else "memory_bandwidth"
         found["optimizer"] = moved / machine[place]
-        found["optimizer"] += (held["parameters"] + held["gradients"]) / machine["memory_bandwidth"]
+        passes = held["parameters"] + GRADIENT_PASSES * held["gradients"]
+        found["optimizer"] += passes / machine["memory_bandwidth"]
         return found
 
 
