@@ -155,8 +155,10 @@ def links(mesh: Mesh, seconds: float) -> tuple[float, float]:
 def sharing(mesh: Mesh, dtype: torch.dtype, width: int, seconds: float) -> float:
     """Return how many times longer a product takes while all ranks compute than on one rank alone.
 
-    It is 1 where every rank has a device. Collective over the mesh.
+    It is 1 where every rank has a device of its own. Collective over the mesh.
     """
+    if mesh.world.size == 1:
+        return 1.0
     x = torch.randn(width, width, device=mesh.device).to(dtype)
     barrier(mesh.world)
     every = _median(mesh, seconds / 2, lambda: matmul(x, x))
