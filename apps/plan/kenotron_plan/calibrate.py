@@ -19,7 +19,7 @@ from kenotron_cost import Machine, MachineNumber, known_machines, machine_named,
 from kenotron_dist import Mesh, MeshConfig, RankError, gather_objects, resolve, start, visible_gpus
 from kenotron_plan.program import fail, program, say
 
-SECONDS, PARTS = 60.0, 5
+SECONDS, PARTS = 60.0, 6
 """Default time for all measurements, and their number."""
 DTYPES = ("float32", "bfloat16")
 
@@ -62,15 +62,19 @@ def _measure(
 ) -> int:
     """Measure this rank, and write the file on the first one."""
     name = dtype or ("float32" if mesh.device.type == "cpu" else "bfloat16")
-    shapes, found = _measured(mesh, getattr(torch, name), width, sequence, seconds / PARTS)
+    given = getattr(torch, name), width, seconds / PARTS
+    shapes, found = _measured(mesh, sequence, *given)
+    sharing = probes.sharing(mesh, *given)
     ranks = gather_objects(found, mesh.world)
     if mesh.rank == 0:
         machine = base or machine_named(_kind(mesh.device))
         measured = {key: mean(rank[key] for rank in ranks) for key in ranks[0]}
-        new = _machine(machine, measured, mesh, name)
+        new = replace(_machine(machine, measured, mesh, name), sharing=sharing)
         replace_text(target, json.dumps(asdict(new), indent=2) + "\n")
-        for sizes, rate in shapes.items():
-            say(f"product of {sizes}: {rate / 1e12:.3g} TFLOP/s")
+        for sizes, rates in shapes.items():
+            forward, both = (f"{rate / 1e12:.3g}" for rate in rates)
+            say(f"product of {sizes}: {forward} TFLOP/s, forward and backward {both}")
+        say(f"a rank computes {sharing:.2f} times as long while all ranks compute")
         for line in new.sources():
             say(line)
         say(f"Written: {target}")
@@ -78,16 +82,16 @@ def _measure(
 
 
 def _measured(
-    mesh: Mesh, dtype: torch.dtype, width: int, sequence: int, seconds: float
-) -> tuple[dict[str, float], dict[str, float]]:
+    mesh: Mesh, sequence: int, dtype: torch.dtype, width: int, seconds: float
+) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     """Return rates of products by their sizes, and the numbers of this rank by their keys."""
-    shapes = probes.products(mesh, dtype, width, seconds)
-    peak = max(shapes.values())
+    shapes = probes.products(mesh, dtype, width, sequence, seconds)
+    peak = max(max(rates) for rates in shapes.values())
     attention = probes.attention_rate(mesh, dtype, sequence, seconds)
     memory, reserved = probes.own_memory(mesh)
     found = {
         "peak_flops": peak,
-        "product_efficiency": len(shapes) / sum(peak / rate for rate in shapes.values()),
+        "product_efficiency": len(shapes) / sum(peak / both for _, both in shapes.values()),
         "attention_efficiency": attention / peak,
         "memory": memory,
         "reserved": reserved,
@@ -154,7 +158,7 @@ def calibrate_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help=what)
     what = "features of the layers whose products are measured (default: 512)"
     add("--width", type=count, default=512, metavar="N", help=what)
-    what = "tokens of a sample, for attention (default: 1024)"
+    what = "tokens of a micro-batch, for products and attention (default: 1024)"
     add("--sequence-length", type=count, default=1024, metavar="N", help=what)
     what = "a machine file, or the name of a known one, for what is not measured"
     add("--machine", metavar="FILE", help=what)

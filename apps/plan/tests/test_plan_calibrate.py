@@ -34,6 +34,7 @@ def test_what_can_be_measured_is_and_the_rest_is_that_of_a_known_machine(
         assert not number.measured or f"{ranks} rank" in number.source
     assert 0 < machine["product_efficiency"] <= 1 and machine["reserved"] < machine["memory"]
     assert machine.proof("peak_flops") == "calibrated here"
+    assert machine.sharing >= 1 and (ranks > 1 or machine.sharing == 1)
     runs_there = ("--config-file", str(DEFAULT_CONFIG), "--set", "parallelism.tp=1")
     assert main([*runs_there, "--machine", str(file), "--json", f"{file}.plan"]) == 0
     out, plan = capfd.readouterr().out, json.loads((tmp_path / "mine.json.plan").read_text())

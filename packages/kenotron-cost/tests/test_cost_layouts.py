@@ -88,6 +88,25 @@ def test_the_bubble_is_that_of_simulate(engine):
     assert long / step.seconds == pytest.approx(40_000 / plan.microbatches, rel=0.3)
 
 
+def test_ranks_that_wait_leave_shared_cores_to_the_others():
+    config = with_layout(deep(), PlannedLayout(1, 2, 1, 1, engine="afab", micro_batch=16, zero=0))
+    plan, measured = cost_plan(config), MeasuredModel(cost_plan(config))
+    alone = TimedModel(measured, H100)
+    again, schedule = recomputed(plan), plan.parallelism.schedule
+    times, _ = alone._times(plan, alone.works(plan, again))
+    trace = simulate(schedule, 2, plan.microbatches, times)
+    after = alone.after(plan, again)
+    assert alone.step(plan, again).seconds == pytest.approx(trace.ticks + after)
+    for sharing in (1.1, 2.0):
+        timed = TimedModel(MeasuredModel(plan), replace(H100, sharing=sharing))
+        found = timed.step(plan, again)
+        ticks = trace.ticks * max(1 / sharing, 1 - trace.bubble)
+        assert found.seconds == pytest.approx(ticks + after) and found.bubble < trace.bubble
+        assert sum(found.parts.values()) == pytest.approx(found.seconds)
+        assert timed.least(plan, again) <= ticks
+    assert 0.1 < trace.bubble < 0.5 and found.bubble == pytest.approx(0)
+
+
 def test_more_recomputation_is_never_more_memory_and_none_is_fastest():
     config = deep()
     planner = Planner(cost_plan(config), H100, 80e9)
@@ -194,6 +213,10 @@ def test_a_machine_file_that_lacks_a_number_or_a_source_is_refused(tmp_path):
     lines = str(error.value).splitlines()
     assert all(line.startswith(f"{file}: numbers.") for line in lines) and len(lines) == 4
     assert f"{file}: numbers.latency: it is missing; add {{value, source}}" in str(error.value)
+    values = json.loads((FOLDER / "h100.json").read_text()) | {"sharing": 0.5}
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="sharing: value is 0.5; give a number from 1"):
+        machine_named(str(file))
     for text in ("{", "[]", '{"numbers": {}}'):
         file.write_text(text)
         with pytest.raises(ValueError, match=str(file)):

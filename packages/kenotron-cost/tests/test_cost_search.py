@@ -1,18 +1,30 @@
 """Further keys of a search, and uneven loads of experts."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
 from cost_cases import EXPERTS, H100, LLAMA, configured, tiny
 
+from kenotron_cost import measured, stage_tensors
 from kenotron_cost.cost_plan import cost_plan
 from kenotron_cost.knobs import SEARCH_KEYS
-from kenotron_cost.layouts import Refused, legal_layouts, own_layout, with_layout
+from kenotron_cost.layouts import (
+    RECOMPUTES,
+    PlannedLayout,
+    Refused,
+    legal_layouts,
+    own_layout,
+    with_layout,
+)
 from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.memory import instants, peak_memory
+from kenotron_cost.model_folder import with_model
 from kenotron_cost.recomputed import recomputed
 from kenotron_cost.run_plan import plan_of_run
 from kenotron_cost.search import Planner
+from kenotron_cost.state_bytes import state_of_rank
 from kenotron_models import kept_bytes
 
 EVERY = tuple(SEARCH_KEYS)
@@ -82,3 +94,66 @@ def test_an_uneven_load_takes_memory_and_time_of_experts_alone():
         assert (uneven.memory.total > even.memory.total) is grows
         assert (uneven.time.seconds > even.time.seconds) is grows
         assert own_layout(config) == even.layout
+
+
+def counted(function, calls):
+    def made(*args, **how):
+        calls.append((*args, *sorted(how.items())))
+        return function(*args, **how)
+
+    return made
+
+
+@pytest.mark.smoke
+def test_a_search_measures_a_block_once_for_each_way_of_cutting_it(monkeypatch):
+    calls = {"kernels": [], "kept": [], "working": [], "actions": []}
+    for module, name, of in (
+        (measured, "block_kernels", "kernels"), (measured, "kept_bytes", "kept"),
+        (measured, "working_bytes", "working"), (stage_tensors, "rank_actions", "actions"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, counted(getattr(module, name), calls[of]))
+    dense = {**EXPERTS, "moe_config": {**EXPERTS["moe_config"], "layers": [1]}}
+    config = configured(dense, "tokens.batch_accumulation_per_replica=64")
+    found = [*legal_layouts(config, 16, Refused())]
+    planner = Planner(cost_plan(config), H100, 80e9)
+    planner.search(found, "memory")
+    planner.search(found)
+    cut = {(plan.parallelism.tp, plan.row_tokens, plan.parallelism.ep) for _, plan in found}
+    tps, tokens = {tp for tp, *_ in cut}, {(tp, row) for tp, row, _ in cut}
+    cuts, ways = len(tps) + len({(tp, ep) for tp, _, ep in cut}), len(RECOMPUTES)
+    assert len({*calls["kernels"]}) == ways * cuts  # only experts are cut over ep
+    assert len({*calls["kept"]}) == len(calls["kept"]) == 2 * ways * len(tokens)
+    assert len({*calls["working"]}) == 2 * 2 * ways * len(tokens)  # of one row and of two
+    assert len({*calls["actions"]}) == len(calls["actions"]) < len(found)
+    before = {name: len(each) for name, each in calls.items()}
+    planner.search(found)
+    assert before == {name: len(each) for name, each in calls.items()}
+
+
+PLAN = cost_plan(tiny())
+AGAIN = recomputed(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: [*legal_layouts(tiny(), 0, Refused())], "ranks: 0 was given; it must be"),
+        (lambda: [*legal_layouts(tiny(), 2, Refused(), ("speed",))], "--search speed: give some"),
+        (lambda: plan_of_run(tiny(), H100, 0, 2), "--memory: 0 was given; it must be above 0"),
+        (lambda: plan_of_run(tiny(), H100, 1, 2, "price", -1), "--price: -1 was given"),
+        (lambda: plan_of_run(tiny(), H100, 1, 2, "speed"), "--objective speed: give one of time"),
+        (lambda: Planner(PLAN, H100, 1).search([], "speed"), "--objective speed: give one of time"),
+        (lambda: MeasuredModel(PLAN, imbalance=0.5), "imbalance: 0.5 was given; it must be a num"),
+        (lambda: peak_memory(PLAN, MeasuredModel(PLAN), AGAIN[:1]), "give each of the 2 blocks"),
+        (lambda: peak_memory(PLAN, MeasuredModel(PLAN), ["x"] * 2), "give each of the 2 blocks"),
+        (lambda: peak_memory(PLAN, MeasuredModel(cost_plan(configured(EXPERTS))), AGAIN), "of an"),
+        (lambda: instants(PLAN, MeasuredModel(PLAN), AGAIN, 7, 0), "rank: 7 was given; paralleli"),
+        (lambda: state_of_rank(PLAN, "gpu"), "place: 'gpu' was given; give one of all, host, dev"),
+        (lambda: with_layout(tiny(), PlannedLayout(1, 1, 1, 1, micro_batch=0)), "micro_batch: 0"),
+        (lambda: with_layout(tiny(), PlannedLayout(1, 1, 1, 1, recompute="x")), "recompute: 'x'"),
+        (lambda: with_model(tiny(), "none", 0, "4M"), "--sequence-length 0: it must be at least"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(call, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call()

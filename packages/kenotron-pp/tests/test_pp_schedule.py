@@ -12,7 +12,9 @@ from kenotron_pp import (
     gpipe,
     interleaved,
     one_f_one_b,
+    peak_live,
     pipeline_time,
+    rank_actions,
     schedule_named,
     simulate,
     zero_bubble_h1,
@@ -33,7 +35,9 @@ def test_every_schedule_runs_at_every_size_whatever_the_times(schedule: Schedule
         slow = simulate(schedule, ranks, microbatches, WITH_TRANSFER)
         assert len(trace.timeline) == len(slow.timeline)
         assert trace.peak_live == slow.peak_live
-        slow_time = pipeline_time(schedule, ranks, microbatches, WITH_TRANSFER)
+        lists = rank_actions(schedule, ranks, microbatches)
+        slow_time = pipeline_time(schedule, lists, WITH_TRANSFER)
+        assert peak_live(lists) == trace.peak_live
         assert slow_time == (slow.ticks, slow.bubble)
         kinds = 3 if schedule.splits else 2
         assert len(trace.timeline) == kinds * ranks * microbatches * schedule.chunks

@@ -86,6 +86,11 @@ def measured_blocks(spec: DecoderSpec) -> tuple[BlockSpec | TransformersBlock, .
     return transformers_blocks(spec) if isinstance(spec, TransformersSpec) else spec.trained_blocks
 
 
+def sizes_of(spec: DecoderSpec) -> tuple[int, ...]:
+    """Return sizes by which figures of another model are refused."""
+    return spec.hidden_size, spec.vocab_size, spec.num_hidden_layers
+
+
 def check_measured(spec: DecoderSpec) -> None:
     """Refuse a model that ``measured_blocks`` has nothing of.
 

@@ -28,10 +28,14 @@ SEARCH_REMARKS = {
 
 def search_names(text: str) -> tuple[str, ...]:
     """Return the names of ``--search``. Raises ValueError for one that is not known."""
-    names = tuple(dict.fromkeys(each.strip() for each in text.split(",")))
+    return check_names(tuple(dict.fromkeys(each.strip() for each in text.split(","))))
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of ``SEARCH_KEYS``. Raises ValueError for one that is not known."""
     if unknown := [each for each in names if each not in SEARCH_KEYS]:
         raise ValueError(f"--search {unknown[0]}: give some of {', '.join(SEARCH_KEYS)}")
-    return names
+    return tuple(names)
 
 
 def knobs_of(names: Sequence[str], dp: int, ranks: int) -> list[Knobs]:
@@ -53,7 +57,7 @@ def knobs_of(names: Sequence[str], dp: int, ranks: int) -> list[Knobs]:
 
 def check_search(config: Config, names: Sequence[str]) -> None:
     """Raise ValueError for a key of which a config allows no value that a search tries."""
-    for name in names:
+    for name in check_names(names):
         key, values = SEARCH_KEYS[name]
         refused = []
         for value in values:

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 from kenotron_config import Config
 from kenotron_cost.cost_plan import CostPlan, cost_plan
-from kenotron_cost.knobs import Knobs, knobs_of, with_knobs
+from kenotron_cost.knobs import Knobs, check_names, knobs_of, with_knobs
 from kenotron_models import Recompute, expert_count
 from kenotron_models.families import TransformersConfig
 
@@ -93,6 +93,11 @@ def with_layout(config: Config, layout: PlannedLayout) -> Config:
             of a model of transformers over cp.
     """
     sizes, tokens = config.parallelism, config.tokens
+    if layout.micro_batch < 1:
+        raise ValueError(f"micro_batch: {layout.micro_batch} was given; it must be at least 1")
+    if layout.recompute not in (known := (*get_args(Recompute), "mixed")):
+        given = layout.recompute
+        raise ValueError(f"recompute: {given!r} was given; give one of {', '.join(known)}")
     rows = layout.dp * layout.micro_batch
     before = sizes.dp * tokens.micro_batch_size
     foreign = isinstance(config.model.model_config, TransformersConfig)
@@ -167,7 +172,13 @@ def legal_layouts(
         refused: gets what the rules say of the others.
         search: further keys; see ``SEARCH_KEYS``.
         devices: of a node.
+
+    Raises:
+        ValueError: N is below 1, or a key of ``search`` is not known.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks: {ranks} was given; it must be at least 1")
+    check_names(search)
     experts = expert_count(config.decoder)
     engines: dict[int, list[Engine]] = {}
     for pp, cp, tp in _factors(ranks, 3):

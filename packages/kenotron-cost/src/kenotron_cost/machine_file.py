@@ -56,6 +56,9 @@ class Machine:
     dtype: str
     """Of the products whose rates these are."""
     numbers: Mapping[str, MachineNumber]
+    sharing: float = 1.0
+    """Times that a rank computes longer while all ranks compute, where ranks share cores. A rank
+    that waits then leaves its cores to the others."""
 
     def __getitem__(self, key: str) -> float:
         """Return the value of one of ``NUMBERS``."""
@@ -122,11 +125,16 @@ def read_machine(file: Path) -> Machine:
     for key, what in NUMBERS.items():
         if problem := _problem(given.get(key)):
             problems.append(f"{file}: numbers.{key}: {problem}; it is the {what}")
+    if not _is_number(sharing := values.get("sharing", 1.0)) or sharing < 1:
+        problems.append(
+            f"{file}: sharing: value is {sharing!r}; give a number from 1, or leave it out"
+        )
     if problems:
         raise ValueError("\n".join(problems))
     numbers = {key: MachineNumber(**given[key]) for key in NUMBERS}
     dtype = values.get("dtype", "bfloat16")
-    return Machine(values["name"], values["date"], int(values["devices"]), dtype, numbers)
+    name, date, devices = values["name"], values["date"], int(values["devices"])
+    return Machine(name, date, devices, dtype, numbers, float(sharing))
 
 
 def _problem(number: Any) -> str:
@@ -136,6 +144,11 @@ def _problem(number: Any) -> str:
     if not isinstance(number, dict) or not number.keys() <= {"value", "source", "measured"}:
         return "it is no mapping of value, source and measured"
     value, source = number.get("value"), number.get("source")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not _is_number(value):
         return f"value is {value!r}; give a number above 0"
     return "" if source and isinstance(source, str) else "source is missing; say where it is from"
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a finite number above 0."""
+    return isinstance(value, int | float) and value is not True and 0 < value < math.inf

@@ -5,6 +5,7 @@ Each kind of block is measured once for each way of cutting it, on torch's meta 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from kenotron_cost.cost_plan import CostPlan
-from kenotron_cost.stage_tensors import StageTensors
+from kenotron_cost.stage_tensors import PlannedStage, StageTensors, T
 from kenotron_models import (
     KernelWork,
     MetaMicroBatch,
@@ -47,6 +48,8 @@ class MeasuredModel(StageTensors):
 
     def __init__(self, plan: CostPlan, *, exact: bool = False, imbalance: float = 1.0) -> None:
         super().__init__(plan)
+        if not 1 <= imbalance < math.inf:
+            raise ValueError(f"imbalance: {imbalance} was given; it must be a number from 1")
         self.exact, self.imbalance = exact, imbalance
 
     def kept(self, plan: CostPlan, kind: int, again: Recompute) -> int:
@@ -113,11 +116,12 @@ class MeasuredModel(StageTensors):
     ) -> tuple[KernelWork, KernelWork]:
         """Return those of a whole row."""
         sizes = plan.parallelism
+        ep = sizes.ep if _has_experts(self.of_kind[kind][0]) else 1
 
         def measure() -> tuple[KernelWork, KernelWork]:
             width, batch = self._batch(plan, kind, again, 1)
             given, cut = (width, replace(batch, sequence=plan.sequence)), self._on_rank(plan)
-            cut |= {"ep": sizes.ep}
+            cut |= {"ep": ep}
             found = block_kernels(self.of_kind[kind][0], *given, **cut)
             forward, backward = (
                 self.uneven(kind, lambda x, way=way: block_kernels(x, *given, **cut)[way].nbytes)
@@ -125,7 +129,7 @@ class MeasuredModel(StageTensors):
             )
             return replace(found[0], nbytes=forward), replace(found[1], nbytes=backward)
 
-        key = "kernels", kind, sizes.tp, sizes.tp_mode, sizes.ep, again, plan.dtype
+        key = "kernels", kind, sizes.tp, sizes.tp_mode, ep, again, plan.dtype
         return self.once(key, measure)
 
     def sent(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, int]:
@@ -164,13 +168,42 @@ class MeasuredModel(StageTensors):
         stage, found = self.stages(plan)[rank], self.states(plan, rank)
         schedule = plan.parallelism.schedule
         live = self.live(schedule, plan.parallelism.pp, plan.microbatches)[rank]
-        kept = sum(self.kept(plan, *way) * n for way, n in self.ways(stage.blocks, again).items())
+        kept = self.of_stage("kept", plan, rank, again, self._kept_of_stage)
         found["activations"] = int(live / max(1, schedule.chunks) * kept)
         if not self.kinds:
             del found["activations"]  # of a model of transformers in one piece
         if {"head", "model"} & {*stage.names}:
             found["logits"] = logits_bytes(plan)
         return found
+
+    def of_stage(
+        self,
+        name: str,
+        plan: CostPlan,
+        rank: int,
+        again: Sequence[Recompute],
+        make: Callable[[CostPlan, PlannedStage, Sequence[Recompute]], T],
+    ) -> T:
+        """Return what the blocks of a rank of pp have of a micro-batch, made once for all layouts
+        that cut blocks and micro-batches in the same way.
+
+        Args:
+            name: of the value.
+            plan: the layout.
+            rank: of pp.
+            again: what each block of the model computes again.
+            make: the value of a layout, the layers of a rank and ``again``.
+        """
+        sizes, stage = plan.parallelism, self.stages(plan)[rank]
+        cut = sizes.tp, sizes.tp_mode, plan.row_tokens, plan.micro_batch_size, plan.dtype
+        key = name, stage.kind, tuple(again[block] for block in stage.blocks), *cut
+        return self.once(key, lambda: make(plan, stage, again))
+
+    def _kept_of_stage(
+        self, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]
+    ) -> int:
+        ways = self.ways(stage.blocks, again)
+        return sum(self.kept(plan, *way) * n for way, n in ways.items())
 
     def sent_by_stage(
         self, plan: CostPlan, rank: int, again: Sequence[Recompute]
@@ -236,6 +269,11 @@ class MeasuredModel(StageTensors):
     def _on_rank(self, plan: CostPlan) -> dict[str, Any]:
         """Return what a rank has of a block, and whether its norms are one kernel."""
         return {"tp": plan.parallelism.tp, "fused_norms": plan.on_accelerator}
+
+
+def _has_experts(block: AnyBlock) -> bool:
+    """Return False for a block that no rank of ep has another part of."""
+    return isinstance(block, TransformersBlock) or isinstance(block.feed_forward, ExpertsSpec)
 
 
 def logits_bytes(plan: CostPlan) -> int:

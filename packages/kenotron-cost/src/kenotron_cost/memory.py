@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import get_args
 
-from kenotron_cost.cost_plan import CostPlan
+from kenotron_cost.cost_plan import CostPlan, sizes_of
 from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.stage_tensors import PlannedStage
 from kenotron_cost.state_bytes import OFFLOADED
 from kenotron_models import Recompute
 from kenotron_optim import AdamWConfig
@@ -51,7 +55,11 @@ def peak_memory(
         measured: of its model.
         again: what each block computes again.
         reserved: bytes that are never tensors.
+
+    Raises:
+        ValueError: ``measured`` is of another model, or ``again`` has no way for every block.
     """
+    _check(plan, measured, again)
     found = (
         PeakMemory(name, rank, held)
         for rank in measured.differing(plan, again)
@@ -69,10 +77,16 @@ def instants(
 ) -> list[dict[str, int]]:
     """Return the bytes of a rank of pp by what they are for: ``FORWARD``, ``BACKWARD``, ``UPDATE``.
 
-    The other arguments are those of ``peak_memory``.
+    The other arguments are those of ``peak_memory``, which raises the same errors.
     """
+    _check(plan, measured, again)
+    if rank not in range(plan.parallelism.pp):
+        raise ValueError(f"rank: {rank} was given; parallelism.pp is {plan.parallelism.pp}")
     held = measured.held(plan, rank, again) | {"reserved": int(reserved)}
-    held["inputs"] = _inputs(plan, measured, again, rank)
+    working, shared = measured.of_stage("working", plan, rank, again, partial(_working, measured))
+    batches = 1 if plan.on_accelerator else 1 + PREFETCHED
+    tokens = plan.micro_batch_size * plan.sequence * INTEGERS * 8
+    held["inputs"] = plan.microbatches * (shared + batches * tokens)
     held["buckets"] = measured.buckets(plan, rank)
     if plan.parallelism.pp > 1:  # one arrives while one is used
         width = 4 if plan.spec.residual_in_fp32 else plan.dtype.itemsize
@@ -83,36 +97,38 @@ def instants(
     activations, logits = held.pop("activations", 0), held.pop("logits", 0)
     ends = measured.ends(plan) if logits else {}
     kept = held | {"activations": activations} | _gathered(plan, measured, rank)
-    working = _working(plan, measured, again, rank)
     update = {what: size for what, size in held.items() if what != "sums of samples"}
     rule = plan.optimizer.optimizer_factory
     if isinstance(rule, AdamWConfig) and not rule.torch_adam_is_fused:
         update["update of a tensor"] = BETWEEN_KERNELS * 4 * measured.updated(plan, rank)
-    every = (kept | ends, kept | working, update)
+    every = (kept | ends, kept | {"backward of a layer": working}, update)
     return [{what: size for what, size in each.items() if size} for each in every]
 
 
-def _inputs(plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int) -> int:
-    """Return the bytes of a step's tokens, and of what all blocks of a micro-batch share."""
-    ways = measured.ways(measured.stages(plan)[rank].blocks, again)
-    shared = max((measured.working(plan, *way)[1] for way in ways), default=0)
-    batches = 1 if plan.on_accelerator else 1 + PREFETCHED
-    tokens = plan.micro_batch_size * plan.sequence * INTEGERS * 8
-    return plan.microbatches * (shared + batches * tokens)
+def _check(plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute]) -> None:
+    """Raise ValueError for figures of another model, and for ways that are not one a block."""
+    if measured.sizes != sizes_of(plan.spec):
+        raise ValueError("measured: it is of another model; give MeasuredModel(plan) of this one")
+    if len(again) != len(measured.kinds) or not {*again} <= {*get_args(Recompute)}:
+        raise ValueError(
+            f"again: give each of the {len(measured.kinds)} blocks one of "
+            f"{', '.join(get_args(Recompute))}, as recomputed(plan) does"
+        )
 
 
 def _working(
-    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int
-) -> dict[str, int]:
-    """Return the bytes of what the backward of a layer has in use beyond what all keep."""
-    most = 0
-    for chunk in measured.stages(plan)[rank].chunks:
+    measured: MeasuredModel, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]
+) -> tuple[int, int]:
+    """Return the bytes that the backward of a layer has in use beyond what all blocks keep, and
+    those that the blocks of a micro-batch share."""
+    most = shared = 0
+    for chunk in stage.chunks:
         behind = 0  # what blocks kept whose backward is over, and this one's, which is in use
-        for block in reversed(chunk):
-            way = measured.kinds[block], again[block]
-            behind += measured.kept(plan, *way)
-            most = max(most, measured.working(plan, *way)[0] - behind)
-    return {"backward of a layer": most}
+        for way, blocks in groupby((measured.kinds[n], again[n]) for n in reversed(chunk)):
+            kept, (working, of_all) = measured.kept(plan, *way), measured.working(plan, *way)
+            most, shared = max(most, working - behind - kept), max(shared, of_all)
+            behind += kept * len([*blocks])
+    return most, shared
 
 
 def _gathered(plan: CostPlan, measured: MeasuredModel, rank: int) -> dict[str, int]:

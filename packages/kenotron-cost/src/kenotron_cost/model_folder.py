@@ -15,7 +15,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 """Factors of a number of tokens: 4M are 4 x 2^20."""
 
 
-def with_model(config: Config, folder: Path, sequence: int, batch: str) -> Config:
+def with_model(config: Config, folder: Path | str, sequence: int, batch: str | int) -> Config:
     """Return a config of another model on one rank, in bf16, with other batches.
 
     Args:
@@ -29,6 +29,9 @@ def with_model(config: Config, folder: Path, sequence: int, batch: str) -> Confi
             sizes contradict one another.
         OSError: it cannot be read.
     """
+    folder, batch = Path(folder), str(batch)
+    if sequence < 1:
+        raise ValueError(f"--sequence-length {sequence}: it must be at least 1")
     number, unit = (batch[:-1], batch[-1].upper()) if batch[-1:].isalpha() else (batch, "")
     if not number.isdecimal() or unit not in UNITS:
         raise ValueError(f"--batch {batch}: give tokens of a global batch: 4M, 512K or 4194304")

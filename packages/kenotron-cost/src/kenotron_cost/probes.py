@@ -9,9 +9,18 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kenotron_cost.work import BACKWARD_OF_ATTENTION
-from kenotron_dist import Axis, Mesh, all_reduce, barrier
+from kenotron_dist import (
+    Axis,
+    Mesh,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast_object,
+    reduce_scatter,
+)
 from kenotron_models import Build, Context, Kernels
 from kenotron_models.families import LlamaConfig
 from kenotron_models.layers import Block
@@ -24,10 +33,13 @@ __all__ = [
     "memory_bandwidth",
     "own_memory",
     "products",
+    "sharing",
 ]
 LEAST = 5
 """Repetitions at least; their median counts, as a training is interrupted as often."""
 LINK_BYTES = 4 << 20
+ALIVE = 8
+"""Rounds of kernels whose results are in use at once."""
 SMALL = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, vocab_size=32, max_position_embeddings=8,
@@ -35,19 +47,34 @@ SMALL = LlamaConfig(
 """A model whose step takes as long as its kernels take to be started."""
 
 
-def products(mesh: Mesh, dtype: torch.dtype, width: int, seconds: float) -> dict[str, float]:
+def products(
+    mesh: Mesh, dtype: torch.dtype, width: int, tokens: int, seconds: float
+) -> dict[str, tuple[float, float]]:
     """Return operations a second of products by their sizes, ``tokens x inputs x outputs``.
 
-    They are those of a layer of so many features: inputs and outputs of one and of four widths.
+    They are those of a layer of so many features: inputs and outputs of one and of four widths. The
+    first rate is that of the forward alone, the second that of forward and backward, in which the
+    gradient of the weight is added to that of the micro-batch before.
     """
     found, shapes = {}, ((width, width), (width, 4 * width), (4 * width, width))
-    tokens = 4 * width
     for inputs, outputs in shapes:
-        x = torch.randn(tokens, inputs, device=mesh.device).to(dtype)
-        weight = torch.randn(outputs, inputs, device=mesh.device).to(dtype)
-        work = _median(mesh, seconds / len(shapes), lambda x=x, weight=weight: matmul(x, weight))
-        found[f"{tokens} x {inputs} x {outputs}"] = 2 * tokens * inputs * outputs / work
+        x = torch.randn(tokens, inputs, device=mesh.device).to(dtype).requires_grad_()
+        weight = torch.randn(outputs, inputs, device=mesh.device).to(dtype).requires_grad_()
+        grad = torch.randn(tokens, outputs, device=mesh.device).to(dtype)
+        calls = (
+            lambda x=x, weight=weight: matmul(x.detach(), weight.detach()),
+            lambda x=x, weight=weight, grad=grad: _both_ways(x, weight, grad),
+        )
+        first, both = (_median(mesh, seconds / len(shapes) / 2, each) for each in calls)
+        work = 2 * tokens * inputs * outputs
+        found[f"{tokens} x {inputs} x {outputs}"] = work / first, 3 * work / both
     return found
+
+
+def _both_ways(x: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Compute x (T, I) times weight (O, I), and the gradients of both for ``grad`` (T, O)."""
+    x.grad = None
+    matmul(x, weight).backward(grad)
 
 
 def attention_rate(mesh: Mesh, dtype: torch.dtype, sequence: int, seconds: float) -> float:
@@ -65,12 +92,20 @@ def attention_rate(mesh: Mesh, dtype: torch.dtype, sequence: int, seconds: float
 
 
 def memory_bandwidth(mesh: Mesh, dtype: torch.dtype, elements: int, seconds: float) -> float:
-    """Return bytes a second of kernels of each element: gated units, sums, casts."""
+    """Return bytes a second of kernels of each element: gated units, sums, casts.
+
+    Results are in use until all of them are made, as those of a forward are: what is new memory for
+    a forward is new here, too.
+    """
     gate, up = (torch.randn(elements, device=mesh.device).to(dtype) for _ in range(2))
 
     def work() -> None:
-        wide = (F.silu(gate) * up + gate).float()
-        (wide * wide).to(dtype)
+        made = list[Tensor]()
+        for _ in range(ALIVE):
+            unit = F.silu(gate)
+            both = unit * up
+            wide = (both + gate).float()
+            made += [unit, both, wide, (wide * wide).to(dtype)]
 
     with Kernels() as counted:
         work()
@@ -96,25 +131,52 @@ def kernel_seconds(mesh: Mesh, dtype: torch.dtype, seconds: float) -> float:
 
 
 def links(mesh: Mesh, seconds: float) -> tuple[float, float]:
-    """Return bytes a second that a rank sends in a sum over all, and seconds of the shortest one.
+    """Return bytes a second that a rank sends in collectives, and seconds of the shortest ones.
 
-    Collective over the mesh, of two ranks at least.
+    They are those of a step: sums of which each rank has all or a part, and gathers. Collective
+    over the mesh, of two ranks at least.
     """
-    size = mesh.world.size
-    large = torch.ones(LINK_BYTES // 4, device=mesh.device)
-    small = torch.ones(1, device=mesh.device)
-    sent = 2 * (size - 1) / size * large.nbytes
-    times = []
-    for x in (large, small):
-        rounds = 4 * LEAST + round(20 * seconds)  # as many on every rank
-        found = list[float]()
-        for _ in range(rounds):
-            barrier(mesh.world)
-            begun = _settled(mesh)
-            all_reduce(x, mesh.world)
-            found.append(_settled(mesh) - begun)
-        times.append(median(found[1:]))
-    return sent / times[0], times[1]
+    size, times = mesh.world.size, list[float]()
+    parts = (2, 1, 1)  # that a rank sends, of the bytes of a collective over all others
+    for elements in (LINK_BYTES // 4 // size * size, size):
+        x = torch.ones(elements, device=mesh.device)
+        own = x[: elements // size].clone()
+        calls = (
+            lambda x=x: all_reduce(x, mesh.world),
+            lambda x=x: reduce_scatter(x, mesh.world),
+            lambda own=own: all_gather(own, mesh.world),
+        )
+        times.append(sum(_together(mesh, seconds / len(calls), each) for each in calls))
+    sent = sum(parts) * (size - 1) * (LINK_BYTES // 4 // size) * 4
+    latency = times[1] / len(parts)
+    return sent / max(times[0] - times[1], times[0] / 10), latency
+
+
+def sharing(mesh: Mesh, dtype: torch.dtype, width: int, seconds: float) -> float:
+    """Return how many times longer a product takes while all ranks compute than on one rank alone.
+
+    It is 1 where every rank has a device of its own. Collective over the mesh.
+    """
+    if mesh.world.size == 1:
+        return 1.0
+    x = torch.randn(width, width, device=mesh.device).to(dtype)
+    barrier(mesh.world)
+    every = _median(mesh, seconds / 2, lambda: matmul(x, x))
+    barrier(mesh.world)
+    alone = _median(mesh, seconds / 2, lambda: matmul(x, x)) if mesh.rank == 0 else every
+    barrier(mesh.world)
+    return max(1.0, broadcast_object(every / alone, mesh.world))
+
+
+def _together(mesh: Mesh, seconds: float, work: Callable[[], object]) -> float:
+    """Return the median seconds of a collective that all ranks begin at once."""
+    found = list[float]()
+    for _ in range(4 * LEAST + round(20 * seconds)):  # as many on every rank
+        barrier(mesh.world)
+        begun = _settled(mesh)
+        work()
+        found.append(_settled(mesh) - begun)
+    return median(found[1:])
 
 
 def own_memory(mesh: Mesh) -> tuple[float, float]:

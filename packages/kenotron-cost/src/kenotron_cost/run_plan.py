@@ -24,6 +24,7 @@ from kenotron_cost.search import (
     Found,
     Objective,
     Planner,
+    check_objective,
     neighbours,
 )
 from kenotron_models import TransformersSpec
@@ -100,8 +101,10 @@ def plan_of_run(
 
     Raises:
         ValueError: the config cannot be run, its model is one of transformers in one piece or on
-            ranks of cp, it allows no value of a key of ``search``, or no layout is legal.
+            ranks of cp, it allows no value of a key of ``search``, no layout is legal, or an
+            argument is out of its range.
     """
+    _check_arguments(room, ranks, objective, price)
     if problems := problems_of(config):
         raise ValueError("\n".join(problems))
     plan = cost_plan(config)
@@ -112,8 +115,6 @@ def plan_of_run(
     if search and ranks is None:
         raise ValueError(f"--search {','.join(search)}: it goes with --ranks or --gpus")
     check_search(config, search)
-    if objective == "price" and price is None:
-        raise ValueError("--objective price: give --price, of a device and hour")
     stages = range(len(config.data_stages))
     training = PlannedRun(
         max(map(config.batches.full, stages)),
@@ -135,6 +136,18 @@ def plan_of_run(
             raise ValueError(_none_legal(config, ranks, planned.refused))
         planned.ranks, planned.found = ranks, planner.search(legal, objective)
     return planned
+
+
+def _check_arguments(
+    room: float, ranks: int | None, objective: Objective, price: float | None
+) -> None:
+    """Raise ValueError for arguments of ``plan_of_run`` that are out of their range."""
+    check_objective(objective)
+    for name, value in {"--memory": room, "--price": price, "--ranks": ranks}.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: {value} was given; it must be above 0")
+    if objective == "price" and price is None:
+        raise ValueError("--objective price: give --price, of a device and hour")
 
 
 def _remedies(config: Config, planner: Planner, own: Estimate) -> Iterator[str]:

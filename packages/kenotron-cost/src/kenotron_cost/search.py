@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.layouts import RECOMPUTES, PlannedLayout
@@ -115,7 +115,11 @@ class Planner:
         Of those with equal axes and order of the pipeline the best one is kept. Layouts are looked
         at in the order of seconds that they need at least, until none can be better than those that
         were found. A price of equally many devices is in the same order.
+
+        Raises:
+            ValueError: there is no such objective.
         """
+        check_objective(objective)
         groups, tried = self._groups(legal)
         best, near = dict[tuple, Estimate](), list[tuple[float, int, tuple]]()
         for number, (bound, layout, plan, again) in enumerate(groups):
@@ -126,7 +130,12 @@ class Planner:
                         break
                     continue
             for named, candidate in _stages_of_zero(layout, plan, again[0]):
-                memory, limits = self.memory(candidate, again), _limit(best, layout, objective)
+                limits = _limit(best, layout, objective)
+                if objective != "memory":
+                    seconds = bound + self.timed.after(candidate, again)
+                    if _cost(seconds, layout, objective) > limits[0]:
+                        continue
+                memory = self.memory(candidate, again)
                 if memory.total > self.room:
                     near = sorted([*near, (memory.total, number, (named, candidate, again))])[:BEST]
                 elif objective != "memory" or memory.total <= limits[0]:
@@ -152,6 +161,13 @@ class Planner:
                 groups.append((self.timed.least(plan, every), layout, plan, every))
                 tried += len(_zero_stages(layout))
         return sorted(groups, key=lambda each: each[0]), tried
+
+
+def check_objective(objective: str) -> None:
+    """Raise ValueError for what layouts cannot be ordered by."""
+    if objective not in get_args(Objective):
+        known = ", ".join(get_args(Objective))
+        raise ValueError(f"--objective {objective}: give one of {known}")
 
 
 def _zero_stages(layout: PlannedLayout) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from kenotron_cost.cost_plan import CostPlan, measured_blocks, mesh_sizes
+from kenotron_cost.cost_plan import CostPlan, measured_blocks, mesh_sizes, sizes_of
 from kenotron_cost.state_bytes import bucket_bytes, sent_over_data, stage_tensors, state_bytes
 from kenotron_dist import Axis
 from kenotron_dist.placement import TensorLayout, parameter_layouts
@@ -26,7 +26,7 @@ from kenotron_models import (
     layer_costs,
 )
 from kenotron_optim import Held, slice_ranks
-from kenotron_pp import NamedLayers, Schedule, Stages, peak_live
+from kenotron_pp import Action, NamedLayers, Schedule, Stages, peak_live, rank_actions
 
 T = TypeVar("T")
 STEADY = 2, 3
@@ -54,6 +54,7 @@ class StageTensors:
     """Layers and tensors of a model's stages; plans of one model differ in their layouts."""
 
     def __init__(self, plan: CostPlan) -> None:
+        self.sizes = sizes_of(plan.spec)
         blocks = [(each, plan.adapter_of(n)) for n, each in enumerate(measured_blocks(plan.spec))]
         self.of_kind = [*dict.fromkeys(blocks)]
         """Block and adapters of each kind."""
@@ -71,9 +72,7 @@ class StageTensors:
 
     def stages(self, plan: CostPlan) -> list[PlannedStage]:
         """Return the layers of each rank of the pipeline."""
-        sizes = plan.parallelism
-        key = "stages", sizes.pp, sizes.pp_engine, sizes.pp_chunks
-        return self.once(key, lambda: self._stages(plan))
+        return self.once(("stages", *_cut_of_stages(plan)), lambda: self._stages(plan))
 
     def layouts(self, plan: CostPlan) -> dict[str, TensorLayout]:
         """Return the layouts of the whole model's parameters."""
@@ -84,7 +83,7 @@ class StageTensors:
     def tensors(self, plan: CostPlan) -> list[Counter[Held]]:
         """Return the tensors of the first rank of each stage, and how often each occurs."""
         sizes = plan.parallelism
-        key = "tensors", sizes.pp, sizes.tp, sizes.ep, sizes.pp_engine, sizes.pp_chunks
+        key = "tensors", sizes.tp, sizes.ep, *_cut_of_stages(plan)
         return self.once(key, lambda: self._tensors(plan))
 
     def differing(self, plan: CostPlan, again: Sequence[Recompute]) -> list[int]:
@@ -93,6 +92,11 @@ class StageTensors:
         Of ranks with equal layers they are the first one, and the first one of those that have most
         parts of micro-batches alive.
         """
+        sizes = plan.parallelism
+        cut = sizes.pp, sizes.pp_engine, sizes.pp_chunks, plan.microbatches, tuple(again)
+        return self.once(("differing", *cut), lambda: self._differing(plan, again))
+
+    def _differing(self, plan: CostPlan, again: Sequence[Recompute]) -> list[int]:
         live = self.live(plan.parallelism.schedule, plan.parallelism.pp, plan.microbatches)
         first, fullest = dict[Hashable, int](), dict[Hashable, int]()
         for rank, stage in enumerate(self.stages(plan)):
@@ -142,7 +146,7 @@ class StageTensors:
 
         def peaks(n: int) -> tuple[int, ...]:
             key = "live", schedule.name, schedule.chunks, pp, n
-            return self.once(key, lambda: peak_live(schedule, pp, n))
+            return self.once(key, lambda: peak_live(self.actions(schedule, pp, n)))
 
         few, more = (n * pp * schedule.chunks + many % pp for n in STEADY)
         if many <= more:
@@ -151,6 +155,11 @@ class StageTensors:
             last + (many - more) * (last - first) // (more - few)
             for first, last in zip(peaks(few), peaks(more), strict=True)
         ]
+
+    def actions(self, schedule: Schedule, pp: int, many: int) -> list[list[Action]]:
+        """Return the actions of every rank of pp, for few micro-batches."""
+        key = "actions", schedule.name, schedule.chunks, pp, many
+        return self.once(key, lambda: rank_actions(schedule, pp, many))
 
     def _added(
         self,
@@ -236,6 +245,12 @@ class StageTensors:
             )
             for name, layer in layers
         }
+
+
+def _cut_of_stages(plan: CostPlan) -> tuple[Hashable, ...]:
+    """Return what the layers of the ranks of a pipeline depend on."""
+    schedule = plan.parallelism.schedule
+    return plan.parallelism.pp, schedule.chunks, schedule.wiring
 
 
 def _cut_of_data(plan: CostPlan) -> tuple[Hashable, ...]:

@@ -33,9 +33,10 @@ def state_of_rank(plan: CostPlan, place: Place = "all") -> float:
     means = Held(count=dense, matrix=True), Held(count=routed, expert=True, matrix=True)
     sizes = state_bytes(plan, means)
     host = offloaded(plan.optimizer, sizes)
-    return float(
-        {"all": sum(sizes.values()), "host": host, "device": sum(sizes.values()) - host}[place]
-    )
+    found = {"all": sum(sizes.values()), "host": host, "device": sum(sizes.values()) - host}
+    if place not in found:
+        raise ValueError(f"place: {place!r} was given; give one of {', '.join(found)}")
+    return float(found[place])
 
 
 def offloaded(optimizer: OptimizerConfig, sizes: Mapping[str, int]) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.machine_file import Machine
 from kenotron_cost.measured import MeasuredModel
-from kenotron_cost.stage_tensors import PlannedStage
+from kenotron_cost.stage_tensors import STEADY, PlannedStage
 from kenotron_cost.state_bytes import OFFLOADED
 from kenotron_cost.work import (
     Parts,
@@ -21,7 +21,7 @@ from kenotron_cost.work import (
     seconds_of_sending,
 )
 from kenotron_models import Recompute
-from kenotron_pp import Event, Times, pipeline_time, simulate
+from kenotron_pp import Event, Times, pipeline_time, rank_actions, simulate
 
 WORK_KEYS = (
     "peak_flops", "product_efficiency", "attention_efficiency", "memory_bandwidth",
@@ -30,6 +30,8 @@ WORK_KEYS = (
 """Numbers of a machine that times of a rank alone follow from."""
 MOST_EVENTS = 4_000
 """Actions of a pipeline that a search simulates; longer ones continue their steady state."""
+GRADIENT_PASSES = 2
+"""Times that a step reads all gradients after the last backward: for the norm, and the update."""
 ROUNDING = 1e-9
 """Share by which sums of the same seconds in another order may differ."""
 
@@ -76,7 +78,7 @@ class TimedModel:
             first = own[0].seconds
             arrives += first[0]
             returns += first[1] + (0.0 if schedule.splits else first[2])
-        return found if len(works) == 1 else found * (1 - ROUNDING)
+        return found if len(works) == 1 else found / self.machine.sharing * (1 - ROUNDING)
 
     def step(self, plan: CostPlan, again: Sequence[Recompute], *, exact: bool = True) -> StepTime:
         """Return the time of a step.
@@ -90,21 +92,26 @@ class TimedModel:
         sizes = plan.parallelism
         key = "pipeline", sizes.pp, sizes.pp_engine, sizes.pp_chunks, sizes.world_size, many, exact
         ticks, bubble = self.measured.once(
-            (*key, tuple(again), self._cut(plan)), lambda: self._pipeline(plan, works, exact)
+            (*key, tuple(again), self._cut(plan)),
+            lambda: self._shared(*self._pipeline(plan, works, exact)),
         )
-        ranks = self.measured.differing(plan, again)
-        ends = {rank: self._after(plan, rank, works[rank]) for rank in ranks}
-        busy = {rank: sum(work.total for work in works[rank]) * many for rank in ranks}
-        longest = max(ranks, key=lambda rank: busy[rank] + sum(ends[rank].values()))
+        ends = self._ends(plan, again)
+        busy = {rank: sum(work.total for work in works[rank]) * many for rank in ends}
+        longest = max(ends, key=lambda rank: busy[rank] + sum(ends[rank].values()))
         parts = parts_of()
         for work in works[longest]:
             for each in work.parts:
                 add_parts(parts, each, many)
         add_parts(parts, ends[longest])
-        after = max(sum(each.values()) for each in ends.values())
-        seconds = ticks + after
+        seconds = ticks + _longest(ends)
+        if (busiest := sum(parts.values())) > seconds and self.machine.sharing > 1:
+            parts = parts_of({what: each * seconds / busiest for what, each in parts.items()})
         parts["bubble"] = max(0.0, seconds - sum(parts.values()))
         return StepTime(seconds, bubble, {what: s for what, s in parts.items() if s})
+
+    def after(self, plan: CostPlan, again: Sequence[Recompute]) -> float:
+        """Return the seconds of a step after its last micro-batch; the others are in ``least``."""
+        return _longest(self._ends(plan, again))
 
     def proof(self, plan: CostPlan) -> str:
         """Return where the numbers are from that a layout's times follow from."""
@@ -147,13 +154,24 @@ class TimedModel:
             return many * works[0][0].total, 0.0
         times, ordered = self._times(plan, works)
         events = 2 * len(ordered) * many
-        if exact or events <= MOST_EVENTS:
-            return pipeline_time(schedule, pp, many, times)
+        actions = partial(self.measured.actions, schedule, pp)
+        if events <= MOST_EVENTS:
+            return pipeline_time(schedule, actions(many), times)
+        if exact:
+            return pipeline_time(schedule, rank_actions(schedule, pp, many), times)
         few = pp * schedule.chunks
-        ticks = [pipeline_time(schedule, pp, n * few, times)[0] for n in (2, 3)]
+        ticks = [pipeline_time(schedule, actions(n * few), times)[0] for n in STEADY]
         total = ticks[1] + (ticks[1] - ticks[0]) * (many / few - 3)
         busy = many * sum(map(sum, ordered))
         return total, max(0.0, 1 - busy / (total * pp))
+
+    def _shared(self, ticks: float, bubble: float) -> tuple[float, float]:
+        """Return both where ranks share cores: those that wait leave theirs to the others."""
+        if self.machine.sharing == 1:
+            return ticks, bubble
+        busy = ticks * (1 - bubble)
+        ticks = max(busy, ticks / self.machine.sharing)
+        return ticks, 1 - busy / ticks
 
     def events(self, plan: CostPlan, again: Sequence[Recompute], rank: int) -> list[Event]:
         """Return what a rank of pp does in a step, in its order."""
@@ -193,6 +211,12 @@ class TimedModel:
         rate = self.machine["node_bandwidth" if inside else "network_bandwidth"]
         return self.machine["latency"] + sent / rate
 
+    def _ends(self, plan: CostPlan, again: Sequence[Recompute]) -> dict[int, Parts]:
+        """Return the seconds after the last micro-batch of ranks of pp that stand for all."""
+        works = self.works(plan, again)
+        ranks = self.measured.differing(plan, again)
+        return {rank: self._after(plan, rank, works[rank]) for rank in ranks}
+
     def _after(self, plan: CostPlan, rank: int, works: Sequence[WorkSeconds]) -> Parts:
         """Return the seconds that a step of a rank has besides its micro-batches."""
         machine, optimizer = self.machine, plan.optimizer
@@ -204,8 +228,14 @@ class TimedModel:
         moved = sum(2 * held[what] for what in OFFLOADED if what in held)
         place = "host_bandwidth" if optimizer.offload else "memory_bandwidth"
         found["optimizer"] = moved / machine[place]
-        found["optimizer"] += (held["parameters"] + held["gradients"]) / machine["memory_bandwidth"]
+        passes = held["parameters"] + GRADIENT_PASSES * held["gradients"]
+        found["optimizer"] += passes / machine["memory_bandwidth"]
         return found
+
+
+def _longest(ends: Mapping[int, Parts]) -> float:
+    """Return the seconds of the rank that has most."""
+    return max(sum(each.values()) for each in ends.values())
 
 
 def _behind(plan: CostPlan, works: Sequence[WorkSeconds]) -> float:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from kenotron_pp.schedule import Action, Schedule
-from kenotron_pp.simulate import Times, check_complete, play
+from kenotron_pp.schedule import Action, Schedule, rank_actions
+from kenotron_pp.simulate import Times, play
 
 
 class Transfer(NamedTuple):
@@ -68,9 +68,7 @@ def make_plan(
     schedule: Schedule, rank: int, ranks: int, microbatches: int, *, forward_only: bool = False
 ) -> RankPlan:
     """The plan of one rank. Raises ValueError when ``simulate`` would refuse the schedule."""
-    lists = [schedule(r, ranks, microbatches) for r in range(ranks)]
-    for r, actions in enumerate(lists):
-        check_complete(r, actions, microbatches, schedule)
+    lists = rank_actions(schedule, ranks, microbatches)
     if forward_only:
         lists = [[action for action in actions if action.kind == "F"] for actions in lists]
     spans = play(schedule, lists, microbatches, Times())

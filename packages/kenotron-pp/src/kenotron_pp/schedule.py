@@ -5,7 +5,7 @@ A model is cut in stages; a rank has one of them, or several, which are then its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -104,6 +104,47 @@ def as_schedule(schedule: Schedule | Order) -> Schedule:
             "function of (rank, ranks, micro-batches)"
         )
     return Schedule(getattr(schedule, "__name__", "schedule"), schedule)
+
+
+def rank_actions(
+    schedule: Schedule | Order, n_ranks: int, n_microbatches: int
+) -> list[list[Action]]:
+    """Return the actions of every rank, which times do not change.
+
+    Raises:
+        ValueError: as ``simulate`` does for incomplete lists and for counts below 1.
+    """
+    schedule = as_schedule(schedule)
+    at_least_one("simulate", "n_ranks", n_ranks)
+    at_least_one("simulate", "n_microbatches", n_microbatches)
+    lists = [schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
+    for rank, actions in enumerate(lists):
+        check_complete(rank, actions, n_microbatches, schedule)
+    return lists
+
+
+def check_complete(
+    rank: int, actions: Sequence[Action], n_microbatches: int, schedule: Schedule
+) -> None:
+    """Raise ValueError unless a rank does everything once, each kind in ascending order."""
+    whole = list(range(n_microbatches))
+    kinds = ("F", "I", "W") if schedule.splits else ("F", "B")
+    found: dict[tuple[str, int], list[int]] = {
+        (kind, chunk): [] for chunk in range(schedule.chunks) for kind in kinds
+    }
+    for action in actions:
+        if (action.kind, action.chunk) not in found:
+            raise ValueError(
+                f"rank {rank} of schedule {schedule.name} runs {action}: it has kinds "
+                f"{', '.join(kinds)} and {schedule.chunks} chunks"
+            )
+        found[action.kind, action.chunk].append(action.microbatch)
+    for (kind, chunk), order in found.items():
+        if order != whole:
+            raise ValueError(
+                f"rank {rank} runs {kind} of chunk {chunk} on micro-batches {order}: each of "
+                f"{n_microbatches} must come once, in ascending order"
+            )
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from numbers import Real
 from typing import NamedTuple
 
-from kenotron_pp.schedule import Action, Order, Schedule, as_schedule, at_least_one
+from kenotron_pp.schedule import Action, Order, Schedule, as_schedule, rank_actions
 
 Cost = float | Sequence[float]
 """A time of every stage, or one for each."""
@@ -132,7 +132,8 @@ def simulate(
     for a count below 1, for times that do not fit the stages, and when they add up to infinity.
     """
     schedule, times = as_schedule(schedule), times or Times()
-    lists, spans, ticks, bubble = _run(schedule, n_ranks, n_microbatches, times)
+    lists = rank_actions(schedule, n_ranks, n_microbatches)
+    spans, ticks, bubble = _run(schedule, lists, n_microbatches, times)
     peaks = [_peaks(own, schedule, rank, n_ranks, times) for rank, own in enumerate(lists)]
     live, deferred, kept = zip(*peaks, strict=True)
     timeline = tuple(
@@ -144,25 +145,28 @@ def simulate(
 
 
 def pipeline_time(
-    schedule: Schedule | Order, n_ranks: int, n_microbatches: int, times: Times
+    schedule: Schedule | Order, lists: Sequence[Sequence[Action]], times: Times
 ) -> tuple[float, float]:
     """Return ``ticks`` and ``bubble`` of ``simulate`` without its timeline, in half the time.
 
-    Raises ValueError as ``simulate`` does.
+    Args:
+        schedule: the schedule.
+        lists: its ``rank_actions``.
+        times: of its actions.
+
+    Raises:
+        ValueError: as ``simulate`` does for times, and for lists that deadlock.
     """
-    return _run(as_schedule(schedule), n_ranks, n_microbatches, times)[2:]
+    n_microbatches = 1 + max(action.microbatch for action in lists[0])
+    return _run(as_schedule(schedule), lists, n_microbatches, times)[1:]
 
 
 def _run(
-    schedule: Schedule, n_ranks: int, n_microbatches: int, times: Times
-) -> tuple[list[list[Action]], list[Span], float, float]:
-    """Return every rank's actions, their spans, ticks and bubble."""
-    at_least_one("simulate", "n_ranks", n_ranks)
-    at_least_one("simulate", "n_microbatches", n_microbatches)
+    schedule: Schedule, lists: Sequence[Sequence[Action]], n_microbatches: int, times: Times
+) -> tuple[list[Span], float, float]:
+    """Return the spans of every rank's actions, ticks and bubble."""
+    n_ranks = len(lists)
     times.check_stages(n_ranks * schedule.chunks)
-    lists = [schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
-    for rank, actions in enumerate(lists):
-        check_complete(rank, actions, n_microbatches, schedule)
     spans = play(schedule, lists, n_microbatches, times)
     ticks = max(ends[-1] for _, ends in spans)
     if not ticks * n_ranks <= sys.float_info.max:
@@ -171,12 +175,11 @@ def _run(
         )
     busy = sum(end - start for span in spans for start, end in zip(*span, strict=True))
     bubble = max(0.0, 1 - busy / (ticks * n_ranks)) if ticks else 0.0
-    return lists, spans, ticks, bubble
+    return spans, ticks, bubble
 
 
-def peak_live(schedule: Schedule, n_ranks: int, n_microbatches: int) -> tuple[int, ...]:
-    """Return ``Trace.peak_live``, which no time changes. Raises ValueError for a count below 1."""
-    lists = (schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks))
+def peak_live(lists: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """Return ``Trace.peak_live`` of ``rank_actions``."""
     return tuple(max(accumulate(LIVE[action.kind] for action in own)) for own in lists)
 
 
@@ -269,27 +272,3 @@ def _peaks(
             most_deferred = max(most_deferred, deferred)
         most_live, most_kept = max(most_live, live), max(most_kept, live + deferred)
     return most_live, most_deferred, most_kept
-
-
-def check_complete(
-    rank: int, actions: Sequence[Action], n_microbatches: int, schedule: Schedule
-) -> None:
-    """Raise ValueError unless a rank does everything once, each kind in ascending order."""
-    whole = list(range(n_microbatches))
-    kinds = ("F", "I", "W") if schedule.splits else ("F", "B")
-    found: dict[tuple[str, int], list[int]] = {
-        (kind, chunk): [] for chunk in range(schedule.chunks) for kind in kinds
-    }
-    for action in actions:
-        if (action.kind, action.chunk) not in found:
-            raise ValueError(
-                f"rank {rank} of schedule {schedule.name} runs {action}: it has kinds "
-                f"{', '.join(kinds)} and {schedule.chunks} chunks"
-            )
-        found[action.kind, action.chunk].append(action.microbatch)
-    for (kind, chunk), order in found.items():
-        if order != whole:
-            raise ValueError(
-                f"rank {rank} runs {kind} of chunk {chunk} on micro-batches {order}: each of "
-                f"{n_microbatches} must come once, in ascending order"
-            )

@@ -30,45 +30,41 @@ def zb_v_lists(ranks: int, microbatches: int) -> Lists:
 
 class _Play:
     def __init__(self, ranks: int, microbatches: int, reserved: int) -> None:
-        self.ranks, self.microbatches, self.reserved = ranks, microbatches, reserved
+        self.ranks, self.reserved = ranks, reserved
         self.last = 2 * ranks - 1
-        counts = [0] * (2 * ranks)
-        self.done = {kind: list(counts) for kind in "FIW"}
-        """Number of micro-batches that every stage has done, by kind."""
+        self.done = {kind: [0] * (2 * ranks) + [microbatches] for kind in "FIW"}
+        """Micro-batches that every stage has done, by kind; the last number is for a stage before
+        the first one, and for one after the last one."""
         self.lists: list[list[Step]] = [[] for _ in range(ranks)]
+        self.left = 6 * ranks * microbatches
 
     def run(self) -> tuple[int, Lists]:
         """Ticks and lists, when every action takes one tick."""
         ticks = 0
-        while any(len(steps) < 6 * self.microbatches for steps in self.lists):
+        while self.left:
             chosen = [(rank, step) for rank in range(self.ranks) if (step := self._next(rank))]
             assert chosen  # a rank that waits for memory has a weight part to do
             for rank, step in chosen:
-                self.done[step[0]][self._stage(rank, step[2])] += 1
+                self.done[step[0]][self.last - rank if step[2] else rank] += 1
                 self.lists[rank].append(step)
+            self.left -= len(chosen)
             ticks += 1
         return ticks, tuple(tuple(steps) for steps in self.lists)
 
-    def _stage(self, rank: int, chunk: int) -> int:
-        return self.last - rank if chunk else rank
-
     def _next(self, rank: int) -> Step | None:
-        for chunk in (1, 0):
-            stage = self._stage(rank, chunk)
-            after = self.done["I"][stage + 1] if stage < self.last else self.microbatches
-            m = self.done["I"][stage]
-            if m < min(self.done["F"][stage], after):
+        forward, inputs, weights = self.done.values()
+        up, down = self.last - rank, rank
+        for chunk, stage in (1, up), (0, down):
+            m = inputs[stage]
+            if m < forward[stage] and m < inputs[stage + 1]:
                 return "I", m, chunk
-        own = [self._stage(rank, chunk) for chunk in (0, 1)]
-        kept = sum(self.done["F"][stage] - self.done["W"][stage] for stage in own)
-        for chunk in (1, 0):
-            m = self.done["F"][own[chunk]]
-            before = self.done["F"][own[chunk] - 1] if own[chunk] else self.microbatches
-            room = 2 * self.ranks - kept - (0 if chunk else self.reserved)
-            if m < before and room > 0:
-                return "F", m, chunk
-        for chunk in (1, 0):
-            m = self.done["W"][own[chunk]]
-            if m < self.done["I"][own[chunk]]:
+        room = 2 * self.ranks - forward[up] - forward[down] + weights[up] + weights[down]
+        if forward[up] < forward[up - 1] and room > 0:
+            return "F", forward[up], 1
+        if forward[down] < forward[down - 1] and room > self.reserved:
+            return "F", forward[down], 0
+        for chunk, stage in (1, up), (0, down):
+            m = weights[stage]
+            if m < inputs[stage]:
                 return "W", m, chunk
         return None
