@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -26,4 +28,5 @@ def compiled_block(block: nn.Module) -> nn.Module:
         sends = isinstance(part, ExchangedExperts) or (isinstance(axis, Axis) and axis.size > 1)
         if sends or is_experts(path, part):
             part.forward = torch.compiler.disable(part.forward)
-    return torch.compile(block, dynamic=False)
+    compiled: Any = torch.compile(block, dynamic=False)
+    return compiled
