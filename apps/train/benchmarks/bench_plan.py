@@ -1,9 +1,9 @@
 """Step times that `plan` says beside those of real steps, on 1, 2 and 4 local ranks.
 
-For each number of ranks the machine is measured by `plan calibrate`, then each layout makes some
-steps of synthetic tokens. All ranks compute at once in both, with one thread each. The table has
-medians over the steps, each as long as its slowest rank, and the ratio of the planned to the
-measured seconds. It takes 5 minutes on two free cores; what else runs there changes the ratios.
+In every round the machine is measured by `plan calibrate`, then each layout of as many ranks makes
+some steps of synthetic tokens. All ranks compute at once in both, with one thread each. The table
+has medians over the rounds, a step as long as its slowest rank, and the median ratio of the planned
+to the measured seconds. It takes 8 minutes on two free cores; what else runs there changes them.
 """
 
 from __future__ import annotations
@@ -97,37 +97,46 @@ def calibrated(ranks: int, seconds: float, folder: Path) -> Machine:
     return machine_named(str(file))
 
 
+def compared(
+    ranks: int, names: list[str], options: argparse.Namespace
+) -> dict[str, tuple[float, float]]:
+    """Measured and planned seconds of layouts of so many ranks, after a calibration."""
+    found: dict[str, tuple[float, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        machine = calibrated(ranks, options.seconds, Path(folder))
+    for name in names:
+        config = configured(LAYOUTS[name])
+        times = spawn(step_seconds, config, options.steps, **config.parallelism.grid)
+        measured = statistics.median(max(each) for each in zip(*times, strict=True))
+        plan = cost_plan(config)
+        planner = Planner(plan, machine, machine["memory"])
+        planned = planner.estimate(own_layout(config), plan, recomputed(plan)).time
+        found[name] = measured, planned.seconds
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Step times that plan says, and real ones.")
     parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each calibration")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of each layout and round")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each calibration")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of calibrations and of steps
-    found, machines = dict[str, dict[str, object]](), dict[int, Machine]()
-    print(f"{'layout':<24} {'measured ms':>12} {'planned ms':>12} {'ratio':>7}  parts")
-    with tempfile.TemporaryDirectory() as folder:
-        for name, layout in LAYOUTS.items():
-            config = configured(layout)
-            ranks = config.world_size
-            if ranks not in machines:
-                machines[ranks] = calibrated(ranks, options.seconds, Path(folder))
-            sizes = config.parallelism.grid
-            times = spawn(step_seconds, config, options.steps, **sizes)
-            measured = statistics.median(max(each) for each in zip(*times, strict=True))
-            plan = cost_plan(config)
-            planner = Planner(plan, machines[ranks], machines[ranks]["memory"])
-            planned = planner.estimate(own_layout(config), plan, recomputed(plan)).time
-            ratio = planned.seconds / measured
-            parts = ", ".join(f"{what} {1e3 * s:.0f}" for what, s in planned.parts.items())
+    found: dict[str, dict[str, float]] = {}
+    print(f"{'layout':<24} {'measured ms':>12} {'planned ms':>12} {'ratio':>7}  ratios of rounds")
+    for ranks in sorted({configured(layout).world_size for layout in LAYOUTS.values()}):
+        names = [n for n, layout in LAYOUTS.items() if configured(layout).world_size == ranks]
+        rounds = [compared(ranks, names, options) for _ in range(options.rounds)]
+        for name in names:
+            measured, planned = (statistics.median(r[name][i] for r in rounds) for i in (0, 1))
+            ratios = [r[name][1] / r[name][0] for r in rounds]
+            ratio, each = statistics.median(ratios), " ".join(f"{ratio:.2f}" for ratio in ratios)
             print(
-                f"{name:<24} {measured * 1e3:>12.0f} {planned.seconds * 1e3:>12.0f} {ratio:>7.2f}"
-                f"  {parts}"
+                f"{name:<24} {measured * 1e3:>12.0f} {planned * 1e3:>12.0f} {ratio:>7.2f}  {each}"
             )
-            found[name] = {"measured_s": measured, "planned_s": planned.seconds, "ratio": ratio}
-    outside = [
-        name for name, each in found.items() if not 0.85 <= float(str(each["ratio"])) <= 1.15
-    ]
+            found[name] = {"measured_s": measured, "planned_s": planned, "ratio": ratio}
+    outside = [name for name, each in found.items() if not 0.85 <= each["ratio"] <= 1.15]
     print(f"{len(found) - len(outside)} of {len(found)} within 15 %; outside: {outside or 'none'}")
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     if options.json:

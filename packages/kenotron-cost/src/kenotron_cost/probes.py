@@ -38,6 +38,10 @@ __all__ = [
 LEAST = 5
 """Repetitions at least; their median counts, as a training is interrupted as often."""
 LINK_BYTES = 4 << 20
+BETWEEN = 512
+"""Width of the product before a collective."""
+TURNS = 9
+"""Turns of all ranks and one."""
 ALIVE = 8
 """Rounds of kernels whose results are in use at once."""
 SMALL = LlamaConfig(
@@ -159,20 +163,26 @@ def sharing(mesh: Mesh, dtype: torch.dtype, width: int, seconds: float) -> float
     """
     if mesh.world.size == 1:
         return 1.0
-    x = torch.randn(width, width, device=mesh.device).to(dtype)
+    x, ratios = torch.randn(width, width, device=mesh.device).to(dtype), list[float]()
+    for _ in range(TURNS):
+        barrier(mesh.world)
+        every = _median(mesh, seconds / 2 / TURNS, lambda: matmul(x, x))
+        barrier(mesh.world)
+        if mesh.rank == 0:
+            ratios.append(every / _median(mesh, seconds / 2 / TURNS, lambda: matmul(x, x)))
     barrier(mesh.world)
-    every = _median(mesh, seconds / 2, lambda: matmul(x, x))
-    barrier(mesh.world)
-    alone = _median(mesh, seconds / 2, lambda: matmul(x, x)) if mesh.rank == 0 else every
-    barrier(mesh.world)
-    return max(1.0, broadcast_object(every / alone, mesh.world))
+    return max(1.0, broadcast_object(median(ratios or [1.0]), mesh.world))
 
 
 def _together(mesh: Mesh, seconds: float, work: Callable[[], object]) -> float:
-    """Return the median seconds of a collective that all ranks begin at once."""
-    found = list[float]()
+    """Return the median seconds of a collective that all ranks begin after a product.
+
+    So a rank waits for the slower ones, and for a thread that was idle, as it does in a step.
+    """
+    found, x = list[float](), torch.ones(BETWEEN, BETWEEN, device=mesh.device)
     for _ in range(4 * LEAST + round(20 * seconds)):  # as many on every rank
         barrier(mesh.world)
+        matmul(x, x)
         begun = _settled(mesh)
         work()
         found.append(_settled(mesh) - begun)
