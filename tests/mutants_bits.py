@@ -55,6 +55,8 @@ OUTSIDE_BY_PLACE = {
     "apps/plan/": "the planner",
     "packages/kenotron-models/src/kenotron_models/transformers_": "the mode refuses these models",
     "packages/kenotron-tp/src/kenotron_tp/planned_": "the mode refuses models of transformers",
+    "packages/kenotron-tp/src/kenotron_tp/plan_": "the mode refuses models of transformers",
+    "packages/kenotron-tp/src/kenotron_tp/fused_pieces.py": "the mode refuses these models",
     "packages/kenotron-tp/src/kenotron_tp/parallelize.py": "the mode refuses layers of one's own",
     "packages/kenotron-models/src/kenotron_models/hf_": "a converter",
     "packages/kenotron-models/src/kenotron_models/adapter": "the mode refuses adapters",
