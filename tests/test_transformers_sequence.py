@@ -7,16 +7,12 @@ import warnings
 
 import any_model
 import pytest
-import torch
 from tiny_transformers import tiny_json
-from torch import nn
 
-from kenotron_dist import Axis, Mesh
-from kenotron_dist.placement import parameter_layouts
+from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_models import layers_on_meta
 from kenotron_models.families import TransformersConfig
-from kenotron_models.transformers_sequence import cut_tokens
 from kenotron_tp import TPMode
 
 pytest.importorskip("transformers")
@@ -68,21 +64,6 @@ def test_layers_that_need_whole_tokens_are_named():
         spec = TransformersConfig(config_json=tiny_json(kind)).decoder
         with pytest.raises(ValueError, match=words):
             layers_on_meta(spec, 2, 1, CUT)
-
-
-class Scaled(nn.Module):
-    """A layer with a norm, and a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.scale = nn.LayerNorm(4), nn.Parameter(torch.ones(4))
-
-
-def test_own_parameters_of_a_layer_have_gradients_of_a_part_of_the_tokens():
-    cut_tokens("layers.0", layer := Scaled(), Axis("tp", 0, (0, 1)))
-    found = parameter_layouts(layer, {"tp": 2})
-    assert found.keys() == {"scale", "norm.weight", "norm.bias"}
-    assert all(each.partial_axes == ("tp",) for each in found.values()), found
 
 
 @pytest.mark.filterwarnings("ignore")
