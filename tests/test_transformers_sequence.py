@@ -64,3 +64,15 @@ def test_layers_that_need_whole_tokens_are_named():
         spec = TransformersConfig(config_json=tiny_json(kind)).decoder
         with pytest.raises(ValueError, match=words):
             layers_on_meta(spec, 2, 1, CUT)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_communication_of_cut_tokens_is_in_no_program():
+    spec = TransformersConfig(config_json=tiny_json("llama")).decoder
+    layers = layers_on_meta(spec, 2, 1, CUT)
+    for _, each in layers:
+        each.compile_block()
+    gathering = [m for _, each in layers for m in each.modules() if hasattr(m, "gathers_over")]
+    assert len(gathering) == 4
+    for each in gathering:
+        assert all(hasattr(way, "_torchdynamo_disable") for way in (each.enter, each.leave))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from cost_cases import H100, tiny
 
+from kenotron_cost import step_time
 from kenotron_cost.cost_plan import cost_plan
 from kenotron_cost.layouts import (
     ENGINES,
@@ -67,7 +68,7 @@ def test_micro_batches_alive_are_those_of_simulate(name, pp):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_bubble_is_that_of_simulate(engine):
+def test_the_bubble_is_that_of_simulate(engine, monkeypatch):
     config = with_layout(deep(), PlannedLayout(1, 2, 1, 1, engine=engine, micro_batch=2, zero=0))
     plan = cost_plan(config)
     timed, again = TimedModel(MeasuredModel(plan), H100), recomputed(plan)
@@ -84,6 +85,10 @@ def test_the_bubble_is_that_of_simulate(engine):
     trace = simulate(schedule, 2, plan.microbatches, times)
     assert step.bubble == trace.bubble and step.seconds > trace.ticks
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    monkeypatch.setattr(step_time, "MOST_EVENTS", 0)
+    many = replace(plan, microbatches=24 * schedule.chunks)
+    short, whole = (timed._pipeline(many, works, exact)[0] for exact in (False, True))
+    assert short == pytest.approx(whole, rel=0.01)
     long = timed.step(replace(plan, microbatches=40_000), again, exact=False).seconds
     assert long / step.seconds == pytest.approx(40_000 / plan.microbatches, rel=0.3)
 
@@ -105,6 +110,19 @@ def test_ranks_that_wait_leave_shared_cores_to_the_others():
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         assert timed.least(plan, again) <= ticks
     assert 0.1 < trace.bubble < 0.5 and found.bubble == pytest.approx(0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bound_is_below_the_time_of_few_micro_batches(engine):
+    numbers = {**H100.numbers, "peak_flops": replace(H100.numbers["peak_flops"], value=1e9)}
+    layout = PlannedLayout(1, 3, 1, 1, engine=engine, micro_batch=2, zero=0)
+    plan = cost_plan(with_layout(deep(), layout))
+    timed = TimedModel(MeasuredModel(plan), replace(H100, numbers=numbers))
+    again = recomputed(plan)
+    for many in (1, 2, 3, 6):
+        few = replace(plan, microbatches=many)
+        ticks, _ = timed._pipeline(few, timed.works(few, again), True)
+        assert timed.least(few, again) <= ticks, many
 
 
 def test_more_recomputation_is_never_more_memory_and_none_is_fastest():

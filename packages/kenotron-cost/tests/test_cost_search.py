@@ -157,3 +157,16 @@ AGAIN = recomputed(PLAN)
 def test_bad_values_are_refused_by_name(call, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
+
+
+def test_what_a_backward_has_in_use_is_counted_block_by_block():
+    experts = {**EXPERTS["moe_config"], "layers": [0], "moe_intermediate_size": 384}
+    plan = cost_plan(configured({**EXPERTS, "num_hidden_layers": 4, "moe_config": experts}))
+    measured, again = MeasuredModel(plan), ("full",) * 4
+    most, behind = dict[int, int](), 0
+    for block in reversed(range(4)):
+        way = measured.kinds[block], again[block]
+        behind += measured.kept(plan, *way)
+        most[block] = measured.working(plan, *way)[0] - behind
+    found = instants(plan, measured, again, 0, 0)[1]["backward of a layer"]
+    assert found == max(most.values()) == most[0] > most[3]

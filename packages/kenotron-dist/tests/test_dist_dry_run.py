@@ -60,6 +60,8 @@ def test_repeated_operators_return_what_they_return_without_memory():
         y = x.t()
         made = [x + y.t(), x * 2.0, x * True, y.contiguous(), y.softmax(0), x.float() @ y.float()]
         made += [torch.cat([x, x], 1), torch.cat([x, x], 0), x[1:], x.sum(1, keepdim=True)]
+        n = torch.empty(3, dtype=torch.int64, device="meta")
+        made += [n * 1, n * 1.0, n * True]
         made += [x.clone().add_(1), x.to(torch.float64), x.pow(2), x.pow(2.0), *x.split(3)]
         return [(r.shape, r.stride(), r.dtype, r.storage_offset()) for r in made]
 

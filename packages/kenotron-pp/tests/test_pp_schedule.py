@@ -79,6 +79,8 @@ def test_zero_bubble_v_has_hardly_any_at_the_memory_of_1f1b() -> None:
             assert trace.ticks <= least + 5
         assert max(trace.peak_kept) <= 2 * ranks  # halves of a stage
         assert trace.ticks <= 2 * simulate(one_f_one_b, ranks, microbatches).ticks
+    for microbatches in range(8, 17):  # an activation is reserved for the second chunk
+        assert simulate(zero_bubble_v, 4, microbatches).ticks == 6 * microbatches + 3
 
 
 def test_1f1b_keeps_few_micro_batches_alive_and_gpipe_all() -> None:

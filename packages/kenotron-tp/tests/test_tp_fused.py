@@ -2,11 +2,14 @@
 
 import planned_fused
 import pytest
+import torch
 from planned_fused import PLAN, DoubleLinear, Model
 from test_tp_parallelize import check_runs, on_axis, train
 
 from kenotron_dist.testing import on_ranks
 from kenotron_tp import parallelize
+from kenotron_tp.plan_checks import unsaid_problems
+from kenotron_tp.plan_names import match_plan, with_pieces
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -44,3 +47,23 @@ def test_a_class_that_multiplies_otherwise_is_refused():
             parallelize(model, PLAN, mesh["tp"])
 
     on_axis(refuse, 2)
+
+
+def test_frozen_parameters_stay_frozen():
+    def follow(mesh):
+        model = Model(False).requires_grad_(False)
+        model.layers[0].up.bias.requires_grad_(True)
+        parallelize(model, PLAN, mesh["tp"])
+        learning = [name for name, each in model.named_parameters() if each.requires_grad]
+        assert learning == ["layers.0.up.bias"]
+
+    on_axis(follow, 2)
+
+
+def test_what_is_next_to_biases_of_heads_must_be_named():
+    model = Model(False)
+    model.layers[0].attention.register_buffer("slopes", torch.ones(planned_fused.HEAD))
+    named, problems = with_pieces(model, match_plan(model, PLAN)[0])
+    found = unsaid_problems(model, named)
+    assert not problems and found
+    assert all(each.startswith("layers.0.attention.slopes: this buffer is ne") for each in found)
