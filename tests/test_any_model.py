@@ -4,10 +4,14 @@ from functools import partial
 
 import any_model
 import pytest
-from tiny_transformers import families
+import torch
+from tiny_transformers import families, tiny_json
 
-from kenotron_dist import Mesh
+from kenotron_dist import Axis, Mesh
 from kenotron_dist.testing import on_ranks
+from kenotron_models import Build, build_decoder
+from kenotron_models.families import TransformersConfig
+from kenotron_models.transformers_structure import found_plan
 
 pytest.importorskip("transformers")
 GROUPS = 10
@@ -58,6 +62,21 @@ def test_a_plan_found_by_names_is_the_plain_model(tp, kind, changes, styles):
     for plan, deviation in on_ranks(compared, tp=tp, preload=any_model.PRELOAD):
         found = {name.partition(".*.")[2]: style for name, style in plan.items()}
         assert found.items() >= styles.items() and deviation < any_model.GRADIENT
+
+
+def test_a_model_that_computes_with_weights_that_are_cut_is_refused():
+    text = tiny_json("bloom", slow_but_exact=True, pretraining_tp=2)
+    spec = TransformersConfig(config_json=text, tp_plan={"lm_head": "replicate"}).decoder
+    with pytest.raises(ValueError, match="slow_but_exact is true in the config.json of a bloom"):
+        build_decoder(spec, Build(Axis("tp", 0, (0, 1))))
+
+
+def test_no_plan_is_found_where_keys_are_fewer_than_queries_in_one_matrix():
+    def plan(features):
+        layers = {"Wqkv": torch.nn.Linear(64, features), "out_proj": torch.nn.Linear(64, 64)}
+        return found_plan(torch.nn.ModuleDict({"attn": torch.nn.ModuleDict(layers)}))
+
+    assert plan(96) == {} and plan(192)["attn.Wqkv"] == "qkv_colwise"
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2}, {"tp": 2, "ep": 2}])

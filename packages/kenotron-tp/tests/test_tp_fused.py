@@ -24,7 +24,11 @@ REFUSALS = [
     (2, {"layers.0.attention.qkv": "colwise"}, "give packed_colwise for two halves, qkv_colwise, "
      "heads_colwise, multi_query_colwise for attention"),
     (2, {"layers.1.attention.qkv": "qkv_colwise", "head": "qkv_colwise"},
-     "head: out_features 53 cannot be three pieces of the same size"),
+     "head: out_features 53 is not three pieces as wide as in_features, 16"),
+    (2, {"layers.2.attention.qkv": "qkv_colwise"},
+     "out_features 24 is not three pieces as wide as in_features, 16"),
+    (2, {"layers.*.attention.num_heads": "replicate"}, "layers.0.attention: own_heads_of_bias is "
+     "for attention whose number of heads "),
     (2, {"embedding": "qkv_colwise"}, "embedding: style qkv_colwise is for linear layers"),
     (2, {"layers.*.up": "colwise_gather_output"}, "it is a Conv1D: of styles with their own exch"),
 ]  # fmt: skip

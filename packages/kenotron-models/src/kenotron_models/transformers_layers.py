@@ -124,7 +124,7 @@ class LayerEntry(TransformersLayer):
         return self._skeleton[0]
 
     def compile_block(self) -> None:
-        """Compile the layer; passes with a cache, each of another length, stay as they are."""
+        """Compile the layer; passes that continue texts, of many lengths, stay as they are."""
         self._program = (compiled_block(self.block),)
 
     def forward(self, x: Tensor | Summed, context: Context) -> Tensor | Summed:
@@ -142,7 +142,8 @@ class LayerEntry(TransformersLayer):
     def _layer(
         self, x_BSD: Tensor, sums: Tensor | None, call: Call, context: Context
     ) -> Tensor | Summed:
-        block = self._program[0] if self._program and context.cache is None else self.block
+        continues = context.cache is not None or context.outputs is not None
+        block = self._program[0] if self._program and not continues else self.block
         with attending(context, self.skeleton.documents):
             y = block(x_BSD, *call.args, **call.options)
         y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)

@@ -119,7 +119,8 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
     config, transformers = _config(spec.config_json), _transformers()
     if spec.balances:  # computed here, see transformers_balance
         config.get_text_config(decoder=True).output_router_logits = False
-    transformers.AttentionInterface.register(OWN_ATTENTION, attend_rows)
+    if OWN_ATTENTION not in transformers.AttentionInterface():  # see attend_outside_programs
+        transformers.AttentionInterface.register(OWN_ATTENTION, attend_rows)
     transformers.AttentionMaskInterface.register(OWN_ATTENTION, window_mask)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(

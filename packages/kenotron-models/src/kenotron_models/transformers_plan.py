@@ -74,6 +74,11 @@ def cut_model(model: Any, build: Build, given: Plan = ()) -> None:
             cannot be cut over ep.
     """
     tp, plan, kind = build.tp, tp_plan(model, given), model.config.model_type
+    if tp.size > 1 and getattr(model.config, "slow_but_exact", False):
+        raise ValueError(
+            f"slow_but_exact is true in the config.json of a {kind}, which then computes with "
+            "weights that tp cuts: set it to false"
+        )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ValueError(f"a {kind} has no linear layer that makes logits")
     if plan is None and tp.size > 1:

@@ -101,7 +101,10 @@ def cut_tokens(path: str, layer: nn.Module, axis: Axis) -> None:
                 f"{path}.{name} is cut over tp and has no module of its own: tokens between norms "
                 "and residuals stay whole"
             )
-        if "norm" in kind.lower():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"{path}.{name} is a {kind}, whose modules the layer calls by itself")
+        cut = any(getattr(each, "placements", {}) for each in child.modules())
+        if "norm" in kind.lower() and not cut:
             mark_partial(child, axis)
         elif MIXES.search(name):
             _gather(child, axis)

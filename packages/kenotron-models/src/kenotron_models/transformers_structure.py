@@ -74,7 +74,10 @@ def _attention(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, 
     if any(features_of(layers[name])[0] != width for name in heads + fused):
         return {}
     found = dict.fromkeys(heads, "colwise") | {rows[0]: "rowwise"}
-    found |= {name: _fused_style(name, layers[name], module) for name in fused}
+    styles = {name: _fused_style(name, layers[name], module) for name in fused}
+    if None in styles.values():
+        return {}
+    found |= {name: style for name, style in styles.items() if style is not None}
     counts = [name for name in COUNTS if type(n := vars(module).get(name)) is int and n > 1]
     found |= dict.fromkeys(counts, "divide")
     if MULTI_QUERY in found.values():  # one key and one value, for all queries of a rank
@@ -91,11 +94,13 @@ def _attention(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, 
     return found
 
 
-def _fused_style(name: str, layer: nn.Module, attention: nn.Module) -> str:
-    """Return how the pieces of a fused layer lie, as far as names and shapes tell."""
+def _fused_style(name: str, layer: nn.Module, attention: nn.Module) -> str | None:
+    """Return how the pieces of a fused layer lie, as names and shapes tell; None: unknown."""
     width, out = features_of(layer)
     if out == width + 2 * getattr(attention, "head_dim", 0):
         return MULTI_QUERY
+    if out != 3 * width and not hasattr(attention, "new_decoder_architecture"):  # Falcon's groups
+        return None
     by_heads = name == "query_key_value" or isinstance(layer, nn.Linear) and name == "c_attn"
     return "heads_colwise" if by_heads else "qkv_colwise"
 

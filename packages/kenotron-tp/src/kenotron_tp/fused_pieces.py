@@ -21,17 +21,17 @@ def head_width(owner: nn.Module) -> int | None:
     return next((value for value in found if type(value) is int and value > 0), None)
 
 
-def _thirds(features: int, _: nn.Module) -> Sequence[Chunk] | str:
-    if features % 3:
-        return f"out_features {features} cannot be three pieces of the same size"
+def _thirds(inputs: int, features: int, _: nn.Module) -> Sequence[Chunk] | str:
+    if features != 3 * inputs:
+        return f"out_features {features} is not three pieces as wide as in_features, {inputs}"
     return (Chunk(features // 3),) * 3
 
 
-def _by_heads(features: int, _: nn.Module) -> Sequence[Chunk] | str:
+def _by_heads(inputs: int, features: int, _: nn.Module) -> Sequence[Chunk] | str:
     return (Chunk(features),)
 
 
-def _multi_query(features: int, owner: nn.Module) -> Sequence[Chunk] | str:
+def _multi_query(inputs: int, features: int, owner: nn.Module) -> Sequence[Chunk] | str:
     width = head_width(owner)
     if width is None or features <= 2 * width or features % width:
         return (
@@ -41,12 +41,12 @@ def _multi_query(features: int, owner: nn.Module) -> Sequence[Chunk] | str:
     return (Chunk(features - 2 * width), Chunk(width, parts=1), Chunk(width, parts=1))
 
 
-FUSED_STYLES: dict[str, Callable[[int, nn.Module], Sequence[Chunk] | str]] = {
+FUSED_STYLES: dict[str, Callable[[int, int, nn.Module], Sequence[Chunk] | str]] = {
     "qkv_colwise": _thirds,
     "heads_colwise": _by_heads,
     "multi_query_colwise": _multi_query,
 }
-"""By style: pieces of O, or why they cannot be cut so; asked for O and the layer's module.
+"""By style: pieces of O, or why they cannot be cut so; asked for I, O and the layer's module.
 
 ``qkv_colwise``: all queries, all keys, all values (GPT-2, MPT). ``heads_colwise``: everything of a
 head, or of a group of heads, lies together (BLOOM, Persimmon, Falcon). ``multi_query_colwise``:

@@ -36,6 +36,7 @@ from kenotron_dist.placement import Partial, Placement, Tie
 from kenotron_tp.cut import check_axis
 from kenotron_tp.plan_checks import (
     attention_problems,
+    bias_problems,
     cut_parents,
     divided_problems,
     latent_problems,
@@ -117,6 +118,7 @@ def parallelize(
     problems += parameter_problems(module, named, parents, axis)
     problems += latent_problems(module, named)
     problems += divided_problems(module, named, axis.size)
+    problems += bias_problems(module, named)
     problems += attention_problems(module, named, axis.size)
     problems += unsaid_problems(module, named) if strict else []
     problems += [line for tie in tied for line in _tie_problems(module, tie, named)]

@@ -21,6 +21,7 @@ from kenotron_tp.planned_layers import (
     gives_cut_features,
     is_linear,
 )
+from kenotron_tp.planned_modules import HEADS
 
 _FUSED = re.compile(r"(?i).*(qkv|query_key_value|gate_up|up_gate|c_attn|kv_proj|w_?pack|in_proj).*")
 """Names of layers that are several matrices in one."""
@@ -80,6 +81,21 @@ def divided_problems(module: nn.Module, named: Mapping[str, Named], ranks: int) 
             problems.append(
                 f"{path}: {ranks} ranks cannot share {value}: choose a tp that divides it, or give "
                 f"it {STAYS}"
+            )
+    return problems
+
+
+def bias_problems(module: nn.Module, named: Mapping[str, Named]) -> list[str]:
+    """Attention with biases of heads whose number of heads is not known, or not divided."""
+    problems: list[str] = []
+    for path, each in named.items():
+        if each.style != BIASED:
+            continue
+        held = [f"{path}.{name}" for name in HEADS if hasattr(module.get_submodule(path), name)]
+        if not any(name in named and named[name].style == DIVIDED for name in held):
+            problems.append(
+                f"{path}: {BIASED} is for attention whose number of heads ({', '.join(HEADS)}) has "
+                f"the style {DIVIDED}"
             )
     return problems
 

@@ -98,7 +98,7 @@ def with_pieces(
         layer, owner = module.get_submodule(path), module.get_submodule(path.rpartition(".")[0])
         pieces: Sequence[Chunk] | str = f"style {each.style} is for linear layers"
         if is_linear(layer):
-            pieces = FUSED_STYLES[str(each.style)](features_of(layer)[1], owner)
+            pieces = FUSED_STYLES[str(each.style)](*features_of(layer), owner)
         if isinstance(pieces, str):
             problems.append(f"{path}: {pieces}")
         else:

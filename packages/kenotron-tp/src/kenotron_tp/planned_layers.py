@@ -153,7 +153,7 @@ def _acts_as_linear(layer: nn.Linear) -> bool:
         return True
     small, torch_linear = (kind.__new__(kind) for kind in (type(layer), nn.Linear))
     draw = torch.Generator().manual_seed(0)
-    weight, bias, x = (torch.randn(s, generator=draw) for s in ((3, 2), (3,), (4, 2)))
+    weight, bias, x = (torch.randn(s, generator=draw, device="cpu") for s in ((3, 2), (3,), (4, 2)))
     for each in (small, torch_linear):
         nn.Module.__init__(each)
         each.in_features, each.out_features = 2, 3

@@ -104,16 +104,23 @@ class OwnHeadsOfBias(CutModule):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Compute with the biases of this rank's heads."""
-        own = next(n for name in HEADS if type(n := getattr(self, name, None)) is int)
+        own = own_heads(self)
+        assert own is not None  # a plan without them is refused
         heads, first = own * self.axis.size, own * self.axis.rank
         for name in {*HEAD_BIASES, "attention_mask"} & options.keys():
             whole = options[name]
-            if whole is None or (name == "attention_mask" and whole.shape[-3:-2] != (heads,)):
+            if whole is None or (name == "attention_mask" and tuple(whole.shape[1:-2]) != (heads,)):
                 continue
             of_heads = whole if whole.ndim == 4 else whole.unflatten(0, (-1, heads))
             found = of_heads.narrow(1, first, own)
             options[name] = found if whole.ndim == 4 else found.flatten(0, 1)
         return super().forward(*args, **options)
+
+
+def own_heads(attention: nn.Module) -> int | None:
+    """Return the heads that attention says it has; None: it does not say it."""
+    found = (getattr(attention, name, None) for name in HEADS)
+    return next((value for value in found if type(value) is int), None)
 
 
 class OwnColumns(CutModule):
