@@ -59,7 +59,7 @@ def test_modules_between_norms_are_found(kind):
 def test_layers_that_need_whole_tokens_are_named():
     for kind, words in (
         ("gemma3n_text", "a gemma3n_text is not split into layers: its tokens stay whole"),
-        ("longcat_flash", "layers.0.input_layernorm is a ModuleList: it is not known that it"),
+        ("longcat_flash", "layers.0.self_attn is a ModuleList, whose modules the layer"),
     ):
         spec = TransformersConfig(config_json=tiny_json(kind)).decoder
         with pytest.raises(ValueError, match=words):
