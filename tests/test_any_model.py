@@ -4,14 +4,12 @@ from functools import partial
 
 import any_model
 import pytest
-import torch
 from tiny_transformers import families, tiny_json
 
 from kenotron_dist import Axis, Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_models import Build, build_decoder
 from kenotron_models.families import TransformersConfig
-from kenotron_models.transformers_structure import found_plan
 
 pytest.importorskip("transformers")
 GROUPS = 10
@@ -69,14 +67,6 @@ def test_a_model_that_computes_with_weights_that_are_cut_is_refused():
     spec = TransformersConfig(config_json=text, tp_plan={"lm_head": "replicate"}).decoder
     with pytest.raises(ValueError, match="slow_but_exact is true in the config.json of a bloom"):
         build_decoder(spec, Build(Axis("tp", 0, (0, 1))))
-
-
-def test_no_plan_is_found_where_keys_are_fewer_than_queries_in_one_matrix():
-    def plan(features):
-        layers = {"Wqkv": torch.nn.Linear(64, features), "out_proj": torch.nn.Linear(64, 64)}
-        return found_plan(torch.nn.ModuleDict({"attn": torch.nn.ModuleDict(layers)}))
-
-    assert plan(96) == {} and plan(192)["attn.Wqkv"] == "qkv_colwise"
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2}, {"tp": 2, "ep": 2}])
