@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -228,14 +230,14 @@ if __name__ == "__main__":
 def test_a_program_that_is_asked_to_end_while_its_ranks_start_leaves_nothing(tmp_path) -> None:
     """The first rank waits for seconds until torch is loaded."""
     (tmp_path / "program.py").write_text(STARTING)
-    (tmp_path / "tmp").mkdir()
-    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TMPDIR": f"{tmp_path}/tmp"}
-    command = [sys.executable, "program.py"]
-    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | paths) as process:
-        assert until(lambda: any((tmp_path / "tmp").glob("kenotron-*")), 60)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
-    assert not [*(tmp_path / "tmp").glob("kenotron-*")]
+    with tempfile.TemporaryDirectory() as short:  # sockets have paths of 107 characters at most
+        paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TMPDIR": short}
+        command = [sys.executable, "program.py"]
+        with subprocess.Popen(command, cwd=tmp_path, env=os.environ | paths) as process:
+            assert until(lambda: any(Path(short).glob("kenotron-*")), 60)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 128 + signal.SIGTERM
+        assert not [*Path(short).glob("kenotron-*")]
 
 
 def test_handlers_are_back_unless_the_work_is_finished() -> None:
