@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench_step import surroundings
+
 from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_cost import Machine, Planner, cost_plan, machine_named, own_layout, recomputed
 from kenotron_data import Cursor
@@ -140,7 +142,7 @@ def main() -> None:
     print(f"{len(found) - len(outside)} of {len(found)} within 15 %; outside: {outside or 'none'}")
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps({**surroundings(), "layouts": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """A decoder of plain torch whose queries, keys and values are one matrix, and plans for it."""
 
+import planned_model
 import torch
 import torch.nn.functional as F
+from planned_model import HEAD, INNER, WIDTH
 from torch import nn
 
-VOCAB, WIDTH, HEADS, HEAD, INNER = 53, 16, 4, 4, 24
+HEADS = 4
 
 
 class Conv1D(nn.Module):
@@ -81,22 +83,12 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Model(nn.Module):
+class Model(planned_model.Model):
     """Token ids (B, S) -> logits (B, S, V); a kind of pieces in each layer."""
 
     def __init__(self, tied):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        super().__init__(tied)
         self.layers = nn.ModuleList(map(Layer, ("qkv", "heads", "multi_query")))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(F.rms_norm(x, (WIDTH,)))
 
 
 PLAN = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kenotron_dist import Axis
 from kenotron_dist.autograd import all_gather_from, reduce_scatter_to
-from kenotron_dist.placement import Partial, Placements, Shard
+from kenotron_dist.placement import Partial, Placements, Shard, named_placements
 from kenotron_models.transformers_attention import context_now
 from kenotron_tp import (
     ColumnParallelLinear,
@@ -103,8 +103,7 @@ def cut_tokens(path: str, layer: nn.Module, axis: Axis) -> None:
             )
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             raise ValueError(f"{path}.{name} is a {kind}, whose modules the layer calls by itself")
-        cut = any(getattr(each, "placements", {}) for each in child.modules())
-        if "norm" in kind.lower() and not cut:
+        if "norm" in kind.lower() and not named_placements(child):
             mark_partial(child, axis)
         elif MIXES.search(name):
             _gather(child, axis)
@@ -133,19 +132,14 @@ def _gather(module: nn.Module, axis: Axis) -> None:
 
 def _gives_summand(module: nn.Module, axis: Axis) -> bool:
     """Return True where column layers lead to one row layer, and each rank has a part of all."""
-    rows = 0
-    for each in module.modules():
-        if isinstance(each, RowParallelLinear):
-            rows += 1
-            if type(each) is not RowParallelLinear or each.bias is not None:
-                return False
-            continue
-        if isinstance(each, ColumnParallelLinear) and type(each) is not ColumnParallelLinear:
-            return False
-        placements = getattr(each, "placements", {})
-        for name, _ in each.named_parameters(recurse=False):
-            declared = placements.get(name, ())
-            declared = declared if isinstance(declared, tuple) else (declared,)
-            if not any(isinstance(p, Shard | Partial) and p.axis == axis.name for p in declared):
-                return False
-    return rows == 1
+    cut = ColumnParallelLinear, RowParallelLinear
+    layers = [each for each in module.modules() if isinstance(each, cut)]
+    if any(type(each) not in cut for each in layers):
+        return False  # one that communicates in another way
+    if sum(isinstance(each, RowParallelLinear) for each in layers) != 1:
+        return False
+    placed = named_placements(module)
+    return all(  # what is whole, such as a bias of the row layer, would be added by every rank
+        any(isinstance(p, Shard | Partial) and p.axis == axis.name for p in placed.get(name, ()))
+        for name, _ in module.named_parameters()
+    )

@@ -17,7 +17,12 @@ HEAD_WIDTHS = ("head_dim", "head_size")
 
 def head_width(owner: nn.Module) -> int | None:
     """Return P as a module of attention says it; None: it does not."""
-    found = (getattr(owner, name, None) for name in HEAD_WIDTHS)
+    return own_count(owner, HEAD_WIDTHS)
+
+
+def own_count(owner: nn.Module, names: Sequence[str]) -> int | None:
+    """Return the first of some attributes that is a positive integer; None: none is."""
+    found = (getattr(owner, name, None) for name in names)
     return next((value for value in found if type(value) is int and value > 0), None)
 
 

@@ -20,6 +20,7 @@ from kenotron_dist.autograd import copy_to, gather_from, reduce_from
 from kenotron_dist.placement import Placements, Shard
 from kenotron_tp.cut import cut_parameter
 from kenotron_tp.embedding import check_embedding, vocabulary_chunk
+from kenotron_tp.fused_pieces import own_count
 
 HEAD_BIASES = {"alibi", "position_bias"}
 """Arguments of attention with a bias for each head."""
@@ -104,7 +105,7 @@ class OwnHeadsOfBias(CutModule):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Compute with the biases of this rank's heads."""
-        own = own_heads(self)
+        own = own_count(self, HEADS)
         assert own is not None  # a plan without them is refused
         heads, first = own * self.axis.size, own * self.axis.rank
         for name in {*HEAD_BIASES, "attention_mask"} & options.keys():
@@ -115,12 +116,6 @@ class OwnHeadsOfBias(CutModule):
             found = of_heads.narrow(1, first, own)
             options[name] = found if whole.ndim == 4 else found.flatten(0, 1)
         return super().forward(*args, **options)
-
-
-def own_heads(attention: nn.Module) -> int | None:
-    """Return the heads that attention says it has; None: it does not say it."""
-    found = (getattr(attention, name, None) for name in HEADS)
-    return next((value for value in found if type(value) is int), None)
 
 
 class OwnColumns(CutModule):
