@@ -72,9 +72,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
     It is made from page-locked memory: with other memory this process would wait for the device.
     """
-    if x.device.type != "cpu" or device.type in ("cpu", "meta"):
+    if x.device.type != "cpu" or device.type == "cpu":
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    source = x if device.type == "meta" else x.pin_memory()
+    return source.to(device, non_blocking=True)
 
 
 def default_device(backend: str) -> torch.device:
