@@ -4,6 +4,7 @@ Like the rooms, each rule returns complaints and is tried on planted offenders; 
 """
 
 import ast
+import builtins
 import re
 import sys
 import tomllib
@@ -205,6 +206,28 @@ def documents(unit: Unit) -> list[str]:
     return [f"{unit.path}: {problem}" for problem, found in problems.items() if found]
 
 
+def examples(unit: Unit) -> list[str]:
+    """Complain of a name that an example of the README uses and does not make: each runs alone."""
+    blocks = re.findall(r"^```python\n(.*?)^```", unit.text("README.md"), re.DOTALL | re.MULTILINE)
+    complaints = []
+    for code in () if unit.is_app else blocks:
+        used, made = set(), {*dir(builtins), "__name__"}
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
+            elif isinstance(node, ast.alias):
+                made.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+                made.add(node.name or "")
+            elif isinstance(node, ast.arg):
+                made.add(node.arg)
+        complaints += [
+            f"{unit.path}: an example of README.md does not make {name}"
+            for name in sorted(used - made)
+        ]
+    return complaints
+
+
 @cache
 def all_modules(root: Path) -> Trees:
     """Map every module of all packages and apps to its path and tree."""
@@ -256,7 +279,7 @@ def shared_test_names(root: Path) -> list[str]:
 
 RULES: list[Callable[[Unit], list[str]]] = [
     siblings_imported_and_declared, floors, others_declared, sibling_ranges,
-    metadata, documents, public_names, smoke_tests,
+    metadata, documents, examples, public_names, smoke_tests,
 ]  # fmt: skip
 
 
@@ -354,6 +377,7 @@ OFFENDERS = [
     (documents, {"README.md": README + "\n" * 140}, "more than 140 lines"),
     (documents, {"README.md": README.replace("## Why", "")}, "no section Why"),
     (documents, {"README.md": README.replace("python", "")}, "no example in Python"),
+    (examples, {"README.md": "```python\nimport x\n\nprint(x, y)\n```\n"}, "does not make y"),
     (documents, {"LICENSE": "another"}, "LICENSE differs"),
     (
         documents,
