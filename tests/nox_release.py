@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import tarfile
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import release
 from nox_environments import ALL, ROOT, closure, install, project, scratch
 from nox_lanes import TEST_ENV
+from python_examples import python_blocks
 from release import Release
 
 if TYPE_CHECKING:
@@ -136,8 +136,7 @@ def install_from(session: nox.Session, index: Path, found: list[Release], sbom: 
 
 def run_readme(session: nox.Session, package: Path) -> None:
     """Run the Python of a package's README in an empty folder."""
-    readme = (package / "README.md").read_text()
-    for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
+    for code in python_blocks((package / "README.md").read_text()):
         example = scratch(session, "readme") / "example.py"
         example.write_text(code)
         with session.chdir(scratch(session, "empty")):

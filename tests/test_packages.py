@@ -4,7 +4,6 @@ Like the rooms, each rule returns complaints and is tried on planted offenders; 
 """
 
 import ast
-import builtins
 import re
 import sys
 import tomllib
@@ -19,6 +18,7 @@ from definitions import Trees, definition, exported, trees_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from python_examples import python_blocks, unmade_names
 from test_rooms import ROOT, imported_modules, module_name, python_files, repository_files
 
 PLACES = {"packages", "apps", "tests"}
@@ -208,24 +208,11 @@ def documents(unit: Unit) -> list[str]:
 
 def examples(unit: Unit) -> list[str]:
     """Complain of a name that an example of the README uses and does not make: each runs alone."""
-    blocks = re.findall(r"^```python\n(.*?)^```", unit.text("README.md"), re.DOTALL | re.MULTILINE)
-    complaints = []
-    for code in () if unit.is_app else blocks:
-        used, made = set(), {*dir(builtins), "__name__"}
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.Name):
-                (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
-            elif isinstance(node, ast.alias):
-                made.add((node.asname or node.name).partition(".")[0])
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
-                made.add(node.name or "")
-            elif isinstance(node, ast.arg):
-                made.add(node.arg)
-        complaints += [
-            f"{unit.path}: an example of README.md does not make {name}"
-            for name in sorted(used - made)
-        ]
-    return complaints
+    return [
+        f"{unit.path}: an example of README.md does not make {name}"
+        for code in (() if unit.is_app else python_blocks(unit.text("README.md")))
+        for name in unmade_names(code)
+    ]
 
 
 @cache

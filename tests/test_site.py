@@ -7,6 +7,7 @@ import re
 import api
 import pytest
 import site_pages
+from python_examples import python_blocks
 from test_rooms import ROOT, imported_modules, public_names, repository_files
 
 GUIDES = [path for path in site_pages.documents() if path.startswith(site_pages.DOCS)]
@@ -88,7 +89,7 @@ def test_guides_name_keys_that_there_are(name):
 @pytest.mark.parametrize("path", GUIDES)
 def test_blocks_of_python_in_guides_parse_and_import_public_names(path):
     public = public_names(ROOT)
-    for code in re.findall(r"^```python\n(.*?)^```", (ROOT / path).read_text(), re.M | re.S):
+    for code in python_blocks((ROOT / path).read_text()):
         for name, _ in imported_modules("tests/a.py", ast.parse(code)):
             module, _, last = name.rpartition(".")
             assert module not in public or last in public[module], f"{path}: {name}"
