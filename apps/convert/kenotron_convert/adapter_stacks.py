@@ -22,11 +22,9 @@ from kenotron_models import (
     transformers_tensors,
 )
 from kenotron_models.families import TransformersConfig
-from kenotron_models.hf import TensorPart
+from kenotron_models.hf import PEFT_PREFIX, TensorPart
 
-PREFIX = "base_model.model."
-"""Begins the names of peft's tensors."""
-_STACKS = re.compile(rf"{re.escape(PREFIX)}(.*\.)?experts(\.base_layer)*")
+_STACKS = re.compile(rf"{re.escape(PEFT_PREFIX)}(.*\.)?experts(\.base_layer)*")
 
 
 class StackPlan(NamedTuple):

@@ -20,7 +20,7 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
-from kenotron_convert.adapter_stacks import PREFIX, is_stack, stack_plans
+from kenotron_convert.adapter_stacks import is_stack, stack_plans
 from kenotron_convert.drafts import check_apart, check_replaceable, draft_of
 from kenotron_dist import Mesh
 from kenotron_models import (
@@ -32,7 +32,7 @@ from kenotron_models import (
     rank_and_scale,
     targeted,
 )
-from kenotron_models.hf import TensorPart, Whole, read_json
+from kenotron_models.hf import PEFT_PREFIX, TensorPart, Whole, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of peft."""
@@ -170,7 +170,7 @@ def _plans(
         raise ValueError(f"{lacking[0]} is missing from {WEIGHTS}")
     plans = {}
     for module in sorted(modules):
-        name = module.removeprefix(PREFIX)
+        name = module.removeprefix(PEFT_PREFIX)
         if (weight := f"{name}.weight") not in theirs.tensors:
             raise ValueError(f"the model has no {weight}, for which there is an adapter")
         if name.endswith("lm_head") and config.get("tie_word_embeddings"):

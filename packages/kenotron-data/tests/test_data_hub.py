@@ -110,7 +110,7 @@ def test_one_makes_it_and_the_others_wait(tmp_path, jsonl):
 def test_a_lock_is_refused_or_waited_for_and_leaves_no_file(tmp_path):
     path = tmp_path / "a" / "x.lock"
     with locked(path):
-        with pytest.raises(ValueError, match=r"x\.lock' is held by another process"):
+        with pytest.raises(ValueError, match=r"x\.lock is being written by another run"):
             with locked(path, wait=False):
                 pass
         assert path.exists()

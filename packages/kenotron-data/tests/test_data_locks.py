@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import os
 import threading
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kenotron_data import heartbeat_lock
+from kenotron_command import OwnerFile
+from kenotron_data import file_lock
 from kenotron_data.file_lock import locked
 
 
@@ -21,8 +23,8 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(request.param, os.strerror(request.param))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for name, seconds in (("BEAT", 0.05), ("PATIENCE", 0.8), ("SETTLE", 0.3)):
-        monkeypatch.setattr(heartbeat_lock, name, seconds)
+    fast = functools.partial(OwnerFile, beat=0.05, patience=0.8, settle=0.3)
+    monkeypatch.setattr(file_lock, "OwnerFile", fast)
     return os.strerror(request.param)
 
 
@@ -31,7 +33,10 @@ def test_without_locks_there_is_a_warning_and_an_owner_file(tmp_path: Path, no_l
     said = rf"x\.lock: locks do not work on this file system .*{no_locks}.*x\.lock\.owner"
     with pytest.warns(UserWarning, match=said) as warned, locked(path):
         assert owner.exists()
-        with pytest.raises(ValueError, match=r"x\.lock\.owner' is held by another process"):
+        with pytest.raises(
+            ValueError,
+            match=rf"x\.lock is being written by another run \(process {os.getpid()} on ",
+        ):
             with locked(path, wait=False):
                 pass
         assert owner.exists()
@@ -61,7 +66,7 @@ def test_others_wait_for_an_owner_longer_than_for_a_leftover(tmp_path: Path, no_
 
 
 @pytest.mark.parametrize("no_locks", [errno.ENOLCK], indirect=True)
-@pytest.mark.parametrize("leftover", ["", "0123 000000000007\n"])
+@pytest.mark.parametrize("leftover", ["", '{"id": "x"}'])
 @pytest.mark.filterwarnings("ignore:.*locks do not work")
 def test_of_several_that_want_a_leftover_one_gets_it(
     tmp_path: Path, no_locks: str, leftover: str
@@ -90,9 +95,9 @@ def test_of_several_that_want_a_leftover_one_gets_it(
 def test_an_owner_that_was_thought_dead_says_so(tmp_path: Path, no_locks: str) -> None:
     owner = tmp_path / "x.lock.owner"
     with pytest.warns(UserWarning) as warned, locked(tmp_path / "x.lock"):
-        owner.write_text("another 000000000000\n")
+        owner.write_text('{"id": "another"}')
         time.sleep(0.5)
-    assert "was taken by another process" in str(warned[-1].message) and len(warned) == 2
+    assert "was taken by another run" in str(warned[-1].message) and len(warned) == 2
     assert owner.exists()  # it is the other one's
 
 

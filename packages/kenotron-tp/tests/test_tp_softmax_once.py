@@ -12,8 +12,8 @@ from tp_ranks import normal
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import cross_entropy, fused_cross_entropy_sum
-from kenotron_tp.fused_cross_entropy_sum import tokens_at_a_time
+from kenotron_tp import cross_entropy, fused_cross_entropy
+from kenotron_tp.fused_cross_entropy import tokens_at_a_time
 from kenotron_tp.softmax_once import computes_once, local_shares
 
 
@@ -21,11 +21,11 @@ from kenotron_tp.softmax_once import computes_once, local_shares
 def as_on_an_accelerator():
     """Yield how often logits were worked on so."""
     once = mock.patch.object(
-        fused_cross_entropy_sum, "computes_once", lambda _, terms: not terms.label_smoothing
+        fused_cross_entropy, "computes_once", lambda _, terms: not terms.label_smoothing
     )
     with (
         once,
-        mock.patch.object(fused_cross_entropy_sum, "local_shares", wraps=local_shares) as shares,
+        mock.patch.object(fused_cross_entropy, "local_shares", wraps=local_shares) as shares,
     ):
         yield shares
 

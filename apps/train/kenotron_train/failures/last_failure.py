@@ -7,7 +7,8 @@ import json
 import uuid
 from pathlib import Path
 
-from kenotron_ckpt import LOCK, TAKEN
+from kenotron_ckpt import LOCK
+from kenotron_command import TAKEN
 from kenotron_dist import STALLED, first_cause, tell_launcher
 from kenotron_train.failures.passing_errors import status_of
 from kenotron_train.log.metrics_file import last_step

@@ -32,7 +32,6 @@ from kenotron_ckpt.loading import (
     verify_files,
 )
 from kenotron_ckpt.lock import LOCK, FolderLock
-from kenotron_ckpt.owner_file import TAKEN
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
@@ -78,7 +77,6 @@ __all__ = [
     "SafetensorsFolder",
     "TensorSize",
     "UploadReport",
-    "TAKEN",
     "Uploader",
     "contradiction",
     "complete_manifest",

@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 
 from kenotron_ckpt.generation import next_generation
-from kenotron_ckpt.owner_file import TAKEN, OwnerFile
 from kenotron_ckpt.store import LocalStore
+from kenotron_command import OwnerFile, refused
 
 LOCK = "writer.lock"
 """Name of the file that the program which writes to a folder of checkpoints has locked."""
@@ -42,10 +42,7 @@ class FolderLock:
             text = os.pread(self._handle, 200, 0).decode(errors="replace")
             holder = text.partition("\n")[0]
             self.release()
-            raise ValueError(
-                f"{folder} {TAKEN} ({holder or 'unknown'}): give each run "
-                "a folder of its own, or stop that one"
-            ) from None
+            raise ValueError(refused(folder, holder or "unknown")) from None
         except (OSError, ImportError) as error:
             self._own(folder, error)
         self.generation = next_generation(folder / LOCK, self._handle, above)

@@ -14,6 +14,7 @@ from kenotron_command.frame import (
     printable,
 )
 from kenotron_command.layout import LAYOUT, add_layout, layout_sizes
+from kenotron_command.owner_file import TAKEN, OwnerFile, refused
 from kenotron_command.word import GROUP, Word, called, installed_words
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "INTERRUPTED",
     "LAYOUT",
     "OK",
+    "TAKEN",
+    "OwnerFile",
     "Word",
     "add_layout",
     "called",
@@ -38,4 +41,5 @@ __all__ = [
     "layout_sizes",
     "main",
     "printable",
+    "refused",
 ]

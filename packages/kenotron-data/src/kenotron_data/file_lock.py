@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from kenotron_data.heartbeat_lock import heartbeat_locked
+from kenotron_command import OwnerFile, refused
 
 try:
     import fcntl
@@ -19,7 +19,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a lock file while the block runs; it is removed at the end.
 
     Where locks do not work (``flock`` fails with ENOLCK, ENOSYS or EACCES, say), a warning says so
-    and a file with a heartbeat is used, next to the lock file (``heartbeat_lock``).
+    and a file with a heartbeat is used, next to the lock file (``OwnerFile``).
 
     Args:
         path: the lock file; its folder is made if need be.
@@ -30,14 +30,14 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         OSError: the file cannot be written, or is a symbolic link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = _acquire(path, wait)
+    handle, owner = _acquire(path, wait), None
     try:
-        if handle is not None:
-            yield
-            return
-        with heartbeat_locked(path.with_name(f"{path.name}.owner"), wait=wait):
-            yield
+        if handle is None:
+            owner = OwnerFile(path.with_name(f"{path.name}.owner"), path, wait=wait)
+        yield
     finally:
+        if owner is not None:
+            owner.release()
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         if handle is not None:
@@ -59,9 +59,7 @@ def _acquire(path: Path, wait: bool) -> int | None:
                 return handle
         except BlockingIOError:
             os.close(handle)
-            raise ValueError(
-                f"{str(path)!r} is held by another process: wait until it has finished"
-            ) from None
+            raise ValueError(refused(path, "it holds the lock")) from None
         except OSError as error:
             os.close(handle)
             warnings.warn(

@@ -17,10 +17,8 @@ from kenotron_dist.init import Constant, Initializer, Uniform
 from kenotron_dist.placement import TensorLayout
 from kenotron_models.adapter_targets import key_of, module_of
 from kenotron_models.hf_tensors import TensorPart, Whole
-from kenotron_models.peft_config import foreign_keys
+from kenotron_models.peft_config import PEFT_PREFIX, foreign_keys
 
-PEFT = "base_model.model."
-"""Begins the names of tensors that peft writes."""
 Kind = Literal["lora", "dora"]
 WRITTEN: dict[str, Any] = {
     "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
@@ -120,11 +118,11 @@ def peft_module(part: TensorPart, stacks: Sequence[TensorPart]) -> str:
     each of theirs: the first is inside the others.
     """
     if len(part.shape) == 2:
-        return PEFT + module_of(part)
+        return PEFT_PREFIX + module_of(part)
     module = part.name.rpartition(".")[0]
     own = [each.name for each in stacks if each.name.rpartition(".")[0] == module]
     later = len(own) - 1 - own.index(part.name)
-    return PEFT + ".".join([module, *["base_layer"] * later])
+    return PEFT_PREFIX + ".".join([module, *["base_layer"] * later])
 
 
 def peft_problems(spec: AdapterSpec, values: Mapping[str, Any]) -> list[str]:

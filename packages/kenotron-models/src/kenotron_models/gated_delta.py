@@ -26,26 +26,20 @@ from kenotron_models.delta_rule import Delta, delta_rule, state_map
 from kenotron_models.norm import RMSNorm
 from kenotron_models.part import Normed
 from kenotron_models.recompute import whole
-from kenotron_models.recurrent import (
-    Opened,
-    Recurrent,
-    Scan,
-    project,
-    sent_by_states,
-    state_dtype,
-)
-from kenotron_models.scan_kernels import ScanKernel, check_kernel, delta_rule_kernel
+from kenotron_models.recurrent import Opened, Recurrent, Scan, project
+from kenotron_models.recurrent_spec import RecurrentSpec, sent_by_states, state_dtype
+from kenotron_models.scan_kernels import check_kernel, delta_rule_kernel
 from kenotron_models.selective_scan import Scanned
 from kenotron_models.short_convolution import ShortConvolution, convolution_init
-from kenotron_models.state_init import FirstSteps, LogOfDraw
+from kenotron_models.state_init import LogOfDraw
 
 EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaSpec:
-    """A gated delta rule; the config of a family has checked its sizes."""
+class GatedDeltaSpec(RecurrentSpec):
+    """A gated delta rule."""
 
     name: ClassVar[str] = "gated_delta"
     key_heads: int
@@ -56,19 +50,10 @@ class GatedDeltaSpec:
     """K."""
     value_dim: int
     """V."""
-    width: int = 4
-    """W, in tokens."""
     eps: float = 1e-6
     """Of the norm of each value head's output."""
-    separate_documents: bool = False
-    """State and convolution begin again where positions do not increase by one."""
-    steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
-    """Initialisation of the biases of steps."""
     decays: LogOfDraw = LogOfDraw(0.01, 16.0)
     """Initialisation of the logarithms of decays."""
-    kernel: ScanKernel = "plain"
-    """Implementation of the scan of whole rows: ``plain``, or ``library``, which needs a GPU and
-    fla."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> GatedDelta:
         """Make the module; see ``PartSpec``."""

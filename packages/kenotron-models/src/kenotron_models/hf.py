@@ -30,6 +30,7 @@ from kenotron_models.hf_tensors import (
     stays_fp32,
     tensors_of,
 )
+from kenotron_models.peft_config import PEFT_PREFIX
 from kenotron_models.registry import AnyConfig, family_of
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
@@ -39,6 +40,7 @@ __all__ = [
     "CONFIG",
     "EMBEDDING",
     "HEAD",
+    "PEFT_PREFIX",
     "TensorPart",
     "Wanted",
     "Whole",

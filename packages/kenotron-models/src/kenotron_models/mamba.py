@@ -25,24 +25,18 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.norm import NormSpec
 from kenotron_models.part import Normed
-from kenotron_models.recurrent import (
-    Opened,
-    Recurrent,
-    Scan,
-    project,
-    sent_by_states,
-    state_dtype,
-)
-from kenotron_models.scan_kernels import ScanKernel, check_kernel, selective_scan_kernel
+from kenotron_models.recurrent import Opened, Recurrent, Scan, project
+from kenotron_models.recurrent_spec import RecurrentSpec, sent_by_states, state_dtype
+from kenotron_models.scan_kernels import check_kernel, selective_scan_kernel
 from kenotron_models.selective_scan import Constants, selective_scan
 from kenotron_models.short_convolution import ShortConvolution, convolution_init, local_size
-from kenotron_models.state_init import FirstSteps, LogOfPlace
+from kenotron_models.state_init import LogOfPlace
 from kenotron_tp import RowParallelLinear, matmul
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaSpec:
-    """A selective state space; the config of a family has checked its sizes."""
+class MambaSpec(RecurrentSpec):
+    """A selective state space."""
 
     name: ClassVar[str] = "mamba"
     channels: int
@@ -51,25 +45,16 @@ class MambaSpec:
     """N."""
     step_rank: int
     """R."""
-    width: int = 4
-    """W, in tokens."""
     conv_bias: bool = True
     """The convolution has a bias."""
     bias: bool = False
     """Input and output projection have one."""
     inner_norm: NormSpec | None = None
     """Steps of rank R, B and C are normed (Jamba); None: they are not."""
-    separate_documents: bool = False
-    """State and convolution begin again where positions do not increase by one."""
-    steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
-    """Initialisation of the biases of steps."""
     step_scale: float = 1.0
     """Factor of the first weights of the projection to steps, next to 1/sqrt(R)."""
     step_init: Literal["random", "constant"] = "random"
     """Initialisation of these: drawn, or all the same."""
-    kernel: ScanKernel = "plain"
-    """Implementation of the scan of whole rows: ``plain``, or ``library``, which needs a GPU and
-    mamba-ssm."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Mamba:
         """Make the module; see ``PartSpec``."""

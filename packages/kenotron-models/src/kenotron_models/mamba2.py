@@ -24,24 +24,18 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.gated_norm import GatedGroupNorm
 from kenotron_models.part import Normed
-from kenotron_models.recurrent import (
-    Opened,
-    Recurrent,
-    Scan,
-    project,
-    sent_by_states,
-    state_dtype,
-)
-from kenotron_models.scan_kernels import ScanKernel, check_kernel, structured_scan_kernel
+from kenotron_models.recurrent import Opened, Recurrent, Scan, project
+from kenotron_models.recurrent_spec import RecurrentSpec, sent_by_states, state_dtype
+from kenotron_models.scan_kernels import check_kernel, structured_scan_kernel
 from kenotron_models.selective_scan import Constants
 from kenotron_models.short_convolution import ShortConvolution, convolution_init
 from kenotron_models.ssd import CHUNK, structured_scan
-from kenotron_models.state_init import FirstSteps, LogOfPlace
+from kenotron_models.state_init import LogOfPlace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2Spec:
-    """A state space of heads; the config of a family has checked its sizes."""
+class Mamba2Spec(RecurrentSpec):
+    """A state space of heads."""
 
     name: ClassVar[str] = "mamba2"
     heads: int
@@ -52,25 +46,16 @@ class Mamba2Spec:
     """G; divides H."""
     state: int = 128
     """N."""
-    width: int = 4
-    """W, in tokens."""
     conv_bias: bool = True
     """The convolution has a bias."""
     bias: bool = False
     """Input and output projection have one."""
-    separate_documents: bool = False
-    """State and convolution begin again where positions do not increase by one."""
-    steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
-    """Initialisation of the biases of steps."""
     step_limits: tuple[float, float] = (0.0, float("inf"))
     """Smallest and largest step."""
     eps: float = 1e-5
     """Added to the mean square inside the gated norm."""
     chunk: int = CHUNK
     """Tokens that are computed as one; the numbers differ by rounding only."""
-    kernel: ScanKernel = "plain"
-    """Implementation of the scan of whole rows: ``plain``, or ``library``, which needs a GPU and
-    mamba-ssm."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Mamba2:
         """Make the module; see ``PartSpec``."""

@@ -21,22 +21,15 @@ from kenotron_models.context import Context
 from kenotron_models.virtual_chunks import in_chunks
 
 
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in fp32, rounded once.
+class _Scaled(nn.Module):
+    """A weight (D,) over features, which every tp rank holds whole.
 
-    Zhang and Sennrich, arXiv 1910.07467. Every tp rank holds the whole weight (D,). Its gradient
-    is partial over the axis where each rank norms other values: under sequence parallelism other
-    tokens, or as ``partial`` says.
-    ``forward``: (..., D) -> same.
+    Its gradient is partial over the axis where each rank norms other values: under sequence
+    parallelism other tokens, or as ``partial`` says.
     """
 
     def __init__(
-        self,
-        features: int,
-        eps: float,
-        build: Build,
-        *,
-        partial: bool | None = None,
+        self, features: int, eps: float, build: Build, *, partial: bool | None = None
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -45,6 +38,13 @@ class RMSNorm(nn.Module):
         self.placements: Placements = {}
         if build.sequence_parallel if partial is None else partial:
             self.placements["weight"] = Partial(build.tp.name)
+
+
+class RMSNorm(_Scaled):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in fp32, rounded once.
+
+    Zhang and Sennrich, arXiv 1910.07467. ``forward``: (..., D) -> same.
+    """
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """(..., D) -> (..., D), in the dtype of the weight."""
@@ -63,12 +63,7 @@ class OffsetRMSNorm(RMSNorm):
     """
 
     def __init__(
-        self,
-        features: int,
-        eps: float,
-        build: Build,
-        *,
-        partial: bool | None = None,
+        self, features: int, eps: float, build: Build, *, partial: bool | None = None
     ) -> None:
         super().__init__(features, eps, build, partial=partial)
         nn.init.zeros_(self.weight)
@@ -83,29 +78,20 @@ class OffsetRMSNorm(RMSNorm):
         return F.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(self.weight.dtype)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Scaled):
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dim, in fp32.
 
-    Ba et al., arXiv 1607.06450. Weight and bias (D,) are whole on every tp rank; see ``RMSNorm``.
+    Ba et al., arXiv 1607.06450. The bias (D,) is placed as the weight is.
     """
 
     def __init__(
-        self,
-        features: int,
-        eps: float,
-        build: Build,
-        *,
-        partial: bool | None = None,
+        self, features: int, eps: float, build: Build, *, partial: bool | None = None
     ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(features, **build.storage))  # (D,)
+        super().__init__(features, eps, build, partial=partial)
         self.bias = nn.Parameter(torch.zeros(features, **build.storage))  # (D,)
-        self.roles: Roles = {"weight": "norm", "bias": "norm_bias"}
-        self.placements: Placements = {}
-        if build.sequence_parallel if partial is None else partial:
-            own = Partial(build.tp.name)
-            self.placements = {"weight": own, "bias": own}
+        self.roles["bias"] = "norm_bias"
+        if "weight" in self.placements:
+            self.placements["bias"] = self.placements["weight"]
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """(..., D) -> (..., D), in the dtype of the weight."""

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+PEFT_PREFIX = "base_model.model."
+"""Begins the names of tensors that peft writes."""
 COMPUTED = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
     "init_lora_weights",

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_cp import Cut
-from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
@@ -257,27 +255,3 @@ def project(linear: ColumnParallelLinear, x: Tensor, tokens: int, norm: Normed |
     if norm is None:
         return read(x.to(dtype))
     return between(lambda x: norm(x).to(dtype), x, read)
-
-
-def sent_by_states(
-    rows: int, cut: Cut, floats: int, convolved: tuple[int, int], dtype: torch.dtype
-) -> int:
-    """Return the bytes that leave a rank of cp forward, and as many backward.
-
-    Args:
-        rows: B.
-        cut: how rows are cut.
-        floats: fp32 numbers of a state and its factor.
-        convolved: W - 1, and the channels of the convolution on a tp rank.
-        dtype: of activations.
-    """
-    tokens, channels = min(convolved[0], cut.chunk_length), convolved[1]
-    each = tokens * channels * dtype.itemsize + floats * torch.float32.itemsize
-    return rows * cut.per_rank * (cut.ranks - 1) * each
-
-
-def state_dtype(build: Build) -> torch.dtype | None:
-    """Return the dtype of the constants of a state-space layer: fp32, or a wider one."""
-    if build.dtype is None:
-        return None
-    return torch.promote_types(build.dtype, torch.float32)

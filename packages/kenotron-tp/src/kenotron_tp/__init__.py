@@ -2,7 +2,7 @@
 
 from kenotron_tp.cross_entropy import cross_entropy
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
-from kenotron_tp.fused_cross_entropy_sum import tokens_at_a_time
+from kenotron_tp.fused_cross_entropy import tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logit_cap import capped_logits
 from kenotron_tp.logits import check_sampling, choose_tokens, likeliest, likeliest_ids

@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from kenotron_dist import Axis
 from kenotron_dist.autograd import all_gather_from
 from kenotron_tp.autocast import cast_for_autocast, outside_autocast
-from kenotron_tp.fused_cross_entropy import Chunked, token_losses
-from kenotron_tp.fused_cross_entropy_sum import summed_losses
+from kenotron_tp.fused_cross_entropy import Chunked, summed_losses, token_losses
 from kenotron_tp.logit_cap import capped_logits, check_cap
 from kenotron_tp.sequence import check_tokens, rows_of_rank
 from kenotron_tp.softmax import (

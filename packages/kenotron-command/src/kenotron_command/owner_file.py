@@ -1,4 +1,4 @@
-"""One writer to a folder where the file system has no locks: an owner file with a heartbeat.
+"""One writer where the file system has no locks: an owner file with a heartbeat.
 
 The owner increments a number in its file. Another process that finds the file watches it: a number
 that changes is an owner at work; one that does not for ``PATIENCE`` seconds is a leftover, which is
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TAKEN = "is being written by another run"
-"""Part of the message of every process that is refused because another one writes to a folder."""
+"""Part of the message of every process that is refused because another one writes there."""
 BEAT = 3.0
 """Seconds between two beats of an owner."""
 PATIENCE = 30.0
@@ -29,36 +29,47 @@ SETTLE = 1.0
 
 
 class OwnerFile:
-    """Owns a folder by a file in it, until it is released or the process ends.
+    """Owns what an owner file stands for, until it is released or the process ends.
 
     Args:
-        path: the owner file.
+        path: the owner file, in a folder that exists.
+        owned: path that messages name; None: the file's folder.
+        wait: wait for another owner to end; False refuses at its next beat.
         beat, patience, settle: see ``BEAT``, ``PATIENCE``, ``SETTLE``; in seconds.
 
     Raises:
-        ValueError: another process owns the folder.
+        ValueError: another process owns it, and ``wait`` is False.
         OSError: the file cannot be written, or is a symbolic link.
     """
 
     def __init__(
-        self, path: Path, *, beat: float = BEAT, patience: float = PATIENCE, settle: float = SETTLE
+        self,
+        path: Path,
+        owned: Path | None = None,
+        *,
+        wait: bool = False,
+        beat: float = BEAT,
+        patience: float = PATIENCE,
+        settle: float = SETTLE,
     ) -> None:
-        self._path, self._beat = path, beat
+        self._path, self._owned, self._beat = path, owned or path.parent, beat
         self._id, self._beats, self._process = uuid.uuid4().hex, 0, os.getpid()
         self._ended = threading.Event()
         while not self._created():
             found = _read(path)
             if found is None:  # removed in between
                 continue
-            if not _is_dead(found):
-                self._watch(found, patience)
+            if not _is_dead(found) and self._at_work(found, patience):
+                if not wait:
+                    raise ValueError(refused(self._owned, _named(found)))
+                continue
             self._replace(found, settle)
             if (now := _read(path)) is not None and now.get("id") == self._id:
                 break
         threading.Thread(target=self._work, name="owner-file", daemon=True).start()
 
     def release(self) -> None:
-        """Let others own the folder. Harmless when done before, and in a forked child."""
+        """Let others own it. Harmless when done before, and in a forked child."""
         if self._ended.is_set() or self._process != os.getpid():
             return
         self._ended.set()
@@ -88,20 +99,18 @@ class OwnerFile:
             os.close(handle)
         return True
 
-    def _watch(self, found: dict[str, Any], patience: float) -> None:
-        """Return when the owner has not beaten for ``patience`` seconds, or its file is gone."""
+    def _at_work(self, found: dict[str, Any], patience: float) -> bool:
+        """Return True once the owner beats; False after ``patience`` seconds, or without a file."""
         end = time.monotonic() + patience
         while time.monotonic() < end:
             time.sleep(min(0.5, patience / 10))
             now = _read(self._path)
             if now is None:
-                return
+                return False
             if now != found:
-                name = f"process {now.get('process', '?')} on {now.get('host', '?')}"
-                raise ValueError(
-                    f"{self._path.parent} {TAKEN} ({name}): give each run "
-                    "a folder of its own, or stop that one"
-                )
+                found.update(now)
+                return True
+        return False
 
     def _replace(self, found: dict[str, Any], settle: float) -> None:
         """Put an own file in the place of a leftover, unless that has changed."""
@@ -120,7 +129,7 @@ class OwnerFile:
                 if (_read(self._path) or {}).get("id") != self._id:
                     warnings.warn(
                         f"{self._path} was taken by another run, because this one was silent for "
-                        "too long: two runs may write to its folder; stop one of them",
+                        "too long: two runs may write there; stop one of them",
                         stacklevel=1,
                     )
                     return
@@ -132,6 +141,18 @@ class OwnerFile:
                 os.pwrite(handle, self._text(), 0)
             with contextlib.suppress(OSError):
                 os.close(handle)
+
+
+def refused(path: Path, holder: str) -> str:
+    """Return the message of a process that may not write, since ``holder`` does."""
+    return (
+        f"{path} {TAKEN} ({holder}): give each run a folder of its own, or wait until that one has "
+        "ended, or stop it"
+    )
+
+
+def _named(found: dict[str, Any]) -> str:
+    return f"process {found.get('process', '?')} on {found.get('host', '?')}"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
