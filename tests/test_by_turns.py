@@ -62,15 +62,26 @@ def test_a_variant_that_is_named_runs_and_most_limits_every_test(tmp_path: Path)
     assert len(few) == 1 + 2 + 1
 
 
+class Item:
+    def __init__(self, n: int, mark: pytest.Mark | None = None) -> None:
+        self.nodeid, self.mark = f"tests/test_it.py::test_costly[{n}]@group", mark
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.mark
+
+
+def test_a_marked_test_runs_on_more_days_and_every_variant_has_its_day():
+    mark = pytest.mark.by_turns(1).mark
+    for seconds, days in ((1.0, 1), (6.0, 1), (12.0, 2), (100.0, 3)):
+        items, ran = [Item(n, mark) for n in range(4)], []
+        for turn in range(739_000, 739_000 + 12 * days):
+            left_out = {*by_turns.of_other_turns(items, turn, seconds=seconds)}
+            ran += [item.nodeid for item in items if item not in left_out]
+        assert len(ran) == 12 and {ran.count(item.nodeid) for item in items} == {3}
+
+
 @pytest.mark.parametrize("count, seconds", [(1, 1.0), (7, 1.0), (40, 3.0), (5, 9.0), (1, 70.0)])
 def test_a_costly_test_has_its_share_of_a_day_and_every_variant_its_day(count, seconds):
-    class Item:
-        def __init__(self, n: int) -> None:
-            self.nodeid = f"tests/test_it.py::test_costly[{n}]@group"
-
-        def get_closest_marker(self, name: str) -> None:
-            return None
-
     items = [Item(n) for n in range(count)]
     ran, busy = set(), 0.0
     for turn in range(739_000, 739_000 + 200):
