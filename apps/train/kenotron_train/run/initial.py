@@ -80,6 +80,7 @@ def load_base(training: Training) -> str:
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
     path, spec, wanted = Path(method.path), training.plan.spec, training.first_records()
+    # Adapters are drawn and not read: files of a base model do not have them.
     adapters = {} if training.plan.adapter is None else training.plan.adapter.tensors()
     wanted = {key: each for key, each in wanted.items() if each[1].name not in adapters}
     free = FREE + (ROPE if method.accept_changed_rope else ())
@@ -128,6 +129,7 @@ def _read_hf(
     source = read_model(folder, turns)
     _check_same(spec, source.config.decoder, path / CONFIG, (*free, "interleaved"))
     source.load(wanted, mesh)
+    # The first rank alone compares the model with transformers, from the folder and in one piece.
     if not check or mesh.rank != 0:
         return str(path)
     try:

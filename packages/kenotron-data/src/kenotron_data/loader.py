@@ -154,6 +154,7 @@ class Loader(Iterator[Batch]):
         try:
             batch = next(self._ahead)
         except BaseException:
+            # What works ahead is past the batch that failed: it begins again at the cursor.
             self._stop()
             raise
         self._consumed += self.global_batch
@@ -164,6 +165,8 @@ class Loader(Iterator[Batch]):
         making, work = self._making, self._making.tasks(self._consumed)
         if not self._prefetch or not self._workers:
             return map(making.make, work)
+        # Processes read rows only, so that no more than the reader is pickled; batches are shaped
+        # here.
         if self._kind == "process":
             depth = max(self._prefetch, self._workers)
             return _Shaped(

@@ -122,6 +122,7 @@ def parallelize(
     problems += attention_problems(module, named, axis.size)
     problems += unsaid_problems(module, named) if strict else []
     problems += [line for tie in tied for line in _tie_problems(module, tie, named)]
+    # All problems are found before anything is changed.
     if problems:
         raise ValueError("\n  ".join(["the plan cannot be followed:", *_grouped(problems)]))
     for path, each in named.items():
@@ -212,6 +213,8 @@ def _tie_problems(module: nn.Module, tie: _Tied, named: Mapping[str, Named]) -> 
 
 def _tie_again(module: nn.Module, tie: _Tied) -> None:
     """Give each owner a Parameter of its own over one storage, and declare what they are."""
+    # Layers were cut one by one, each into a copy: all owners get the storage of the first one
+    # again.
     (first, name), *others = tie.owners
     whole = module.get_submodule(first)._parameters[name]
     assert whole is not None
