@@ -59,7 +59,7 @@ def upcycle(
     config = upcycled_config(dense, experts, top_k)
     check_free(folder, overwrite, checkpoint.store)
     records = {n: r for n, r in checkpoint.manifest.records.items() if _is_weight(n)}
-    made = _Making(checkpoint, experts, noise, std, seed)
+    made = _UpcycledTensors(checkpoint, experts, noise, std, seed)
     sources = dict(made.source(name, record) for name, record in records.items())
     dtype = getattr(torch, next(iter(records.values())).dtype)
     for name, shape in router_shapes(config).items():
@@ -74,7 +74,7 @@ def upcycle(
     return written
 
 
-class _Making:
+class _UpcycledTensors:
     """Tensors of the new checkpoint, each made when it is written."""
 
     def __init__(
