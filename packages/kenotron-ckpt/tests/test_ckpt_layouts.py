@@ -23,8 +23,8 @@ from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.checksums import manifest_faults
 from kenotron_ckpt.folder import manifest_at
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import SaveJob
 from kenotron_ckpt.reader import fill, plan_reads
+from kenotron_ckpt.save_job import SaveJob
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.store import store_at

@@ -24,8 +24,8 @@ from kenotron_models import (
     sent_bytes,
     transformers_blocks,
 )
+from kenotron_models.block_memory import bytes_alive
 from kenotron_models.families import LlamaConfig, TransformersConfig
-from kenotron_models.memory import bytes_alive
 
 pytest.importorskip("transformers")
 SIZES = {

@@ -12,7 +12,7 @@ from textwrap import indent
 from typing import Literal
 
 from kenotron_config import ParallelismConfig
-from kenotron_train.placement import ranks_on_nodes, ranks_per_node
+from kenotron_train.node_placement import ranks_on_nodes, ranks_per_node
 
 SPEC = Path(__file__).with_name("jobset_spec.yaml")
 SCRIPT = Path(__file__).with_name("start_ranks.sh")

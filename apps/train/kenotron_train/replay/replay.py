@@ -17,8 +17,8 @@ from kenotron_train.assemble import OwnModel, TrainingRun, build_training, data_
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_loader import StageLoader
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.failures.nonfinite_folder import FOLDER, read_record
 from kenotron_train.failures.nonfinite_record import TakenBatch
-from kenotron_train.failures.records import FOLDER, read_record
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.replay.replay_comparison import Comparison, compared, comparison

@@ -12,8 +12,8 @@ from kenotron_ckpt import NoCheckpoint, Saver, Store, on_first, steps_in, store_
 from kenotron_engine import StepResult
 from kenotron_optim import NonFinite, NonFiniteStep
 from kenotron_train.assemble import TrainingRun
+from kenotron_train.failures.nonfinite_folder import write_record
 from kenotron_train.failures.nonfinite_record import Blame, TakenBatch
-from kenotron_train.failures.records import write_record
 from kenotron_train.failures.skipped_batches import keep_left_out
 from kenotron_train.progress import Progress
 from kenotron_train.run.resume import load_run

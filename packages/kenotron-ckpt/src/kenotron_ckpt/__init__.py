@@ -37,11 +37,11 @@ from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
 from kenotron_ckpt.remote import FsspecStore, is_url
-from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune, remove_steps
 from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_ckpt.safetensors_file import TensorSize, write_safetensors
 from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
+from kenotron_ckpt.save_report import SaveFailed, SaveReport
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 from kenotron_ckpt.store import LocalStore, Location, Store, store_at

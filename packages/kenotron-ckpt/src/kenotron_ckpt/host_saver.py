@@ -22,9 +22,9 @@ from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.host_copies import HostCopies
 from kenotron_ckpt.index import Manifest
-from kenotron_ckpt.job import failure_of
-from kenotron_ckpt.report import SaveOutcomes, SaveReport
 from kenotron_ckpt.retention import remove_checkpoint
+from kenotron_ckpt.save_job import failure_of
+from kenotron_ckpt.save_report import SaveOutcomes, SaveReport
 from kenotron_ckpt.saver import PATIENCE_WITH_RANKS, POOL_BYTES
 from kenotron_ckpt.saving import write_share
 from kenotron_ckpt.share import FILE_BYTES, WritePlan, check_state, manifest_of, stem_of

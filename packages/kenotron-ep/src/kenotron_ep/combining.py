@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_dist import all_to_all
 from kenotron_ep.exchange import Exchange
-from kenotron_ep.in_flight import InFlight, Pending
+from kenotron_ep.exchange_in_flight import InFlight, Pending
 from kenotron_ep.row_table import add_rows, dot_rows, weighted_rows, widest
 
 

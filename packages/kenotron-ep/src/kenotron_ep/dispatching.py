@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kenotron_ep.exchange import Exchange
-from kenotron_ep.in_flight import InFlight, Pending
+from kenotron_ep.exchange_in_flight import InFlight, Pending
 from kenotron_ep.routes import RoutePair
 
 

@@ -6,6 +6,7 @@ from kenotron_models.adapter_stacks import stack_factors
 from kenotron_models.adapter_targets import linear_parts, targeted
 from kenotron_models.block_in_shards import virtual_shards
 from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
+from kenotron_models.block_memory import kept_bytes, norm_bytes
 from kenotron_models.build import Build
 from kenotron_models.communication import sent_bytes, sequence_bytes
 from kenotron_models.compiled import compile_layers
@@ -28,7 +29,6 @@ from kenotron_models.flops import (
     training_flops,
 )
 from kenotron_models.generate import Sampling, generate
-from kenotron_models.memory import kept_bytes, norm_bytes
 from kenotron_models.meta_block import MetaMicroBatch
 from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds, multipliers_of
 from kenotron_models.mup import DepthRule, Mup, MupOptimizer, ParameterScale, mup_scales
