@@ -86,6 +86,8 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
     "kenotron_cost.probes": "measurements, for calibration only",
     "kenotron_dist.testing": "for tests only",
     "kenotron_dist.weight_products": "between layers and accumulators only",
+    "kenotron_models.adapters": "adapters and peft's form of them, to train or convert some",
+    "kenotron_models.block_costs": "operations, memory and messages of a block, for planners only",
     "kenotron_models.families": "configs of the families, each of which many never need",
     "kenotron_models.hf": "the formats of Hugging Face, for programs only",
     "kenotron_models.hf_import": "its folders, read and compared, for programs only",

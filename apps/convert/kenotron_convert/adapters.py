@@ -23,12 +23,12 @@ from kenotron_ckpt import (
 from kenotron_convert.adapter_stacks import PREFIX, is_stack, stack_plans
 from kenotron_convert.drafts import check_apart, check_replaceable, draft_of
 from kenotron_dist import Mesh
-from kenotron_models import (
+from kenotron_models import model_from_json
+from kenotron_models.adapters import (
     ADAPTER,
     AdapterSpec,
     foreign_keys,
     linear_parts,
-    model_from_json,
     rank_and_scale,
     targeted,
 )

@@ -14,7 +14,8 @@ from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write
 from kenotron_dist import Mesh
 from kenotron_dist.init import Normal, fill_
 from kenotron_dist.placement import TensorLayout
-from kenotron_models import config_from_json, router_shapes, upcycled_config, upcycled_name
+from kenotron_models import config_from_json
+from kenotron_models.families import router_shapes, upcycled_config, upcycled_name
 
 
 def upcycle(

@@ -28,7 +28,8 @@ from kenotron_ckpt.save_job import SaveJob
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.store import store_at
-from kenotron_dist import Mesh, MeshConfig, StoreMessages, local_shape, spawn
+from kenotron_dist import Mesh, MeshConfig, StoreMessages, spawn
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.placement import Chunk, Shard, TensorLayout, Tie
 
 TP = (1, 2, 3, 4, 6, 8)

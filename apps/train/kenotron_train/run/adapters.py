@@ -11,7 +11,7 @@ import torch
 
 from kenotron_ckpt import Record, SafetensorsFolder, Store, has_manifests, open_safetensors
 from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
-from kenotron_models import ADAPTER, Adapted, AdapterSpec, peft_problems
+from kenotron_models.adapters import ADAPTER, Adapted, AdapterSpec, peft_problems
 from kenotron_models.hf import read_json
 from kenotron_train.assemble import TrainingRun
 

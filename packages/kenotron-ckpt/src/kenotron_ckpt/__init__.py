@@ -22,7 +22,7 @@ from kenotron_ckpt.folder import (
 from kenotron_ckpt.generation import SUPERSEDED, Generation
 from kenotron_ckpt.host_copies import HostCopies
 from kenotron_ckpt.host_saver import HostSaver
-from kenotron_ckpt.hosts import Hosts, hosts_of
+from kenotron_ckpt.hosts import hosts_of
 from kenotron_ckpt.index import Manifest, Record, seal_of
 from kenotron_ckpt.loading import (
     NoCheckpoint,
@@ -58,7 +58,6 @@ __all__ = [
     "Generation",
     "HostCopies",
     "HostSaver",
-    "Hosts",
     "LATEST",
     "LOCK",
     "Loaded",

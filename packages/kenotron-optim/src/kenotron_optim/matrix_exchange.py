@@ -18,8 +18,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box, GridView, Handle, all_to_all, local_boxes, views_of
-from kenotron_dist.boxes import replica_index, view_of
+from kenotron_dist import GridView, Handle, all_to_all, views_of
+from kenotron_dist.boxes import Box, local_boxes, replica_index, view_of
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.muon import flops_of, orthogonalize, scale_of

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Box, Mesh, broadcast, gradient_sums, tree_sum
+from kenotron_dist import Axis, Mesh, broadcast, tree_sum
+from kenotron_dist.boxes import Box, gradient_sums
 from kenotron_dist.gradients import sum_views
 from kenotron_dist.placement import TensorLayout
 
