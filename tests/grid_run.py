@@ -31,7 +31,7 @@ from kenotron_models.families import (
     Starcoder2Config,
 )
 from kenotron_models.layers import RopeScaling
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import TrainingRun, build_training
 from kenotron_train.config_file import parse_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress
@@ -279,10 +279,10 @@ class _Keep(LifeCycle):
         self.first: list[Piece] = []
         self.last: list[Piece] = []
 
-    def pre_training(self, training: Training, progress: Progress) -> None:
+    def pre_training(self, training: TrainingRun, progress: Progress) -> None:
         self.first = weight_pieces(training)
 
-    def post_training(self, training: Training, progress: Progress) -> None:
+    def post_training(self, training: TrainingRun, progress: Progress) -> None:
         averages = training.averages.state() if training.averages else {}
         state = pieces_of({**training.optimizer.state(), **averages}, training.mesh)
         self.last = weight_pieces(training) + state

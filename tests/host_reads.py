@@ -11,7 +11,7 @@ HOST_READS = {
     "engine/src/kenotron_engine/device_read.py": "the numbers of a step: 1 on meta",
     "engine/src/kenotron_engine/gathered_tensors.py": "whole tensors for tests: not on meta",
     "engine/src/kenotron_engine/layer_metrics.py": "figures of layers: not on meta",
-    "engine/src/kenotron_engine/scoring.py": "evaluation: not on meta",
+    "engine/src/kenotron_engine/row_scores.py": "evaluation: not on meta",
     "engine/src/kenotron_engine/token_scores.py": "evaluation: not on meta",
     "engine/src/kenotron_engine/sequence.py": "positions of documents, on the host",
     "ep/src/kenotron_ep/exchange.py": "rows of each expert: equally many on meta",

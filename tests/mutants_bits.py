@@ -65,7 +65,7 @@ OUTSIDE_BY_PLACE = {
     "packages/kenotron-optim/src/kenotron_optim/accumulate.py": "the sums of the default mode",
     "packages/kenotron-optim/src/kenotron_optim/data_axes.py": "the mode refuses shard_ranks",
     "packages/kenotron-engine/src/kenotron_engine/evaluation.py": "held-out losses",
-    "packages/kenotron-engine/src/kenotron_engine/scoring.py": "held-out texts",
+    "packages/kenotron-engine/src/kenotron_engine/row_scores.py": "held-out texts",
     "packages/kenotron-optim/src/kenotron_optim/rank_costs.py": "the planner",
 }
 """Folders and beginnings of files that no step of the mode runs, and what they are."""

@@ -19,7 +19,7 @@ from kenotron_dist import Mesh
 from kenotron_dist.placement import named_parameters
 from kenotron_engine import Piece, Whole, build_model, join_pieces
 from kenotron_engine import gradients_of as engine_gradients
-from kenotron_train.assemble import Training, build_training, data_plan, plan_of
+from kenotron_train.assemble import TrainingRun, build_training, data_plan, plan_of
 from kenotron_train.config_file import parse_config
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
 from kenotron_train.data_plan import DataPlan
@@ -165,7 +165,7 @@ def gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
     return gradients_of(build_training(config, mesh))
 
 
-def gradients_of(training: Training) -> tuple[float, list[Piece]]:
+def gradients_of(training: TrainingRun) -> tuple[float, list[Piece]]:
     """``gradients`` of a training that is built."""
     return engine_gradients(training, first_batch(training.data, training.mesh))
 

@@ -198,23 +198,23 @@ RULES = {
     "kenotron_tp.matmul:_RowProduct": _row,
     "kenotron_tp.cross_entropy:_LogitLosses": _losses,
     "kenotron_cp.attend:_Attend": _attend,
-    "kenotron_ep.dispatching:_Start": _start_dispatch,
-    "kenotron_ep.dispatching:_Finish": _finish_dispatch,
-    "kenotron_ep.combining:_Start": _start_combine,
-    "kenotron_ep.combining:_Finish": _finish_combine,
+    "kenotron_ep.dispatching:_StartDispatch": _start_dispatch,
+    "kenotron_ep.dispatching:_FinishDispatch": _finish_dispatch,
+    "kenotron_ep.combining:_StartCombine": _start_combine,
+    "kenotron_ep.combining:_FinishCombine": _finish_combine,
     "kenotron_models.stacked_linear:_StackedProduct": _stacked,
     "kenotron_models.norm:_MeanSquares": _mean_squares,
 }
 """Functions with a backward of their own, and what they make of types."""
 LOCAL = (
     "kenotron_models.rope:_Rotation",
-    "kenotron_models.meta_block:_Attention",
+    "kenotron_models.meta_block:_MetaAttention",
     "kenotron_models.meta_block:_Norm",
     "kenotron_models.meta_block:_GroupedProducts",
     "kenotron_models.working_memory:_Output",
     "kenotron_models.short_convolution:_Convolve",
     "kenotron_models.selective_scan:_Scan",
-    "kenotron_models.ssd:_Chunks",
+    "kenotron_models.ssd:_ChunkedScan",
 )
 """Those that communicate nothing."""
 TOKENS = {"dp": V, "cp": V, "tp": R}

@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import SafetensorsFolder
-from kenotron_models import (
-    linear_parts,
-    peft_module,
-    rank_and_scale,
-    stack_factors,
-    transformers_tensors,
-)
+from kenotron_models import transformers_tensors
+from kenotron_models.adapters import linear_parts, peft_module, rank_and_scale, stack_factors
 from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import PEFT_PREFIX, TensorPart
 

@@ -23,12 +23,12 @@ from kenotron_ckpt import (
 from kenotron_convert.adapter_stacks import is_stack, stack_plans
 from kenotron_convert.drafts import check_apart, check_replaceable, draft_of
 from kenotron_dist import Mesh
-from kenotron_models import (
+from kenotron_models import model_from_json
+from kenotron_models.adapters import (
     ADAPTER,
     AdapterSpec,
     foreign_keys,
     linear_parts,
-    model_from_json,
     rank_and_scale,
     targeted,
 )
@@ -65,6 +65,8 @@ def adapter_to_peft(ckpt: Location, folder: Path, *, overwrite: bool = False) ->
     check_replaceable(folder, CONFIG, overwrite)
     values, ours = spec.to_peft(given["base"]), spec.tensors()
     records = checkpoint.manifest.records
+    # Sizes of all tensors go into the header, so values can be read one at a time as they are
+    # written.
     sizes = {
         whole.parts[0].name: TensorSize(whole.shape, getattr(torch, records[name].dtype))
         for name, whole in ours.items()
@@ -102,6 +104,7 @@ def merge_adapter(adapter: Path, base: Path, folder: Path, *, overwrite: bool = 
     keys = read_json(adapter / CONFIG)
     if problems := foreign_keys(keys):
         raise ValueError("\n".join(f"{adapter / CONFIG}: {each}" for each in problems))
+    # All that can be refused is refused from headers and configs, before any value is read.
     own, theirs = open_safetensors(adapter, single=WEIGHTS), open_safetensors(base)
     try:
         modules = {name.partition(".lora_")[0] for name in own.tensors}
@@ -120,6 +123,7 @@ def merge_adapter(adapter: Path, base: Path, folder: Path, *, overwrite: bool = 
                 weight = stack.added_to(weight, a, b)
             yield _merged(weight, own, plans[name]) if name in plans else weight
 
+    # Files keep their names and tensors, so that the base's index still holds.
     files: dict[str, list[str]] = {}
     for name, stored in theirs.tensors.items():
         files.setdefault(stored.file, []).append(name)
@@ -178,6 +182,7 @@ def _plans(
         stored, (rank, scale) = theirs.tensors[weight], rank_and_scale(keys, name)
         a, b = (own.tensors[module + end].shape for end in ends[:2])
         shape = (b[0], a[-1])
+        # A Conv1D has (I, O): seen from the shape, or for a square one from the kind of model.
         turned = shape != stored.shape or (shape[0] == shape[1] and _is_turned(name, keys, config))
         if a[0] != rank or b[1:] != (rank,) or stored.shape != (shape[::-1] if turned else shape):
             raise ValueError(

@@ -21,8 +21,8 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
-from kenotron_convert.comparison import compare_export
 from kenotron_convert.drafts import check_apart, check_replaceable, draft_of
+from kenotron_convert.export_comparison import compare_export
 from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.shards import deal

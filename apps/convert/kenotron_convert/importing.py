@@ -77,6 +77,7 @@ def import_hf(
     check_free(folder, overwrite, hf)
     deviation = _compared(source, dtype) if check else None
     wanted = {name: None if stays_fp32(name) else dtype for name in records}
+    # Values are read when they are written, so that one tensor is in memory at once.
     sources = {
         name: StreamedTensor(
             record.shape,

@@ -14,7 +14,8 @@ from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write
 from kenotron_dist import Mesh
 from kenotron_dist.init import Normal, fill_
 from kenotron_dist.placement import TensorLayout
-from kenotron_models import config_from_json, router_shapes, upcycled_config, upcycled_name
+from kenotron_models import config_from_json
+from kenotron_models.families import router_shapes, upcycled_config, upcycled_name
 
 
 def upcycle(
@@ -59,7 +60,7 @@ def upcycle(
     config = upcycled_config(dense, experts, top_k)
     check_free(folder, overwrite, checkpoint.store)
     records = {n: r for n, r in checkpoint.manifest.records.items() if _is_weight(n)}
-    made = _Making(checkpoint, experts, noise, std, seed)
+    made = _UpcycledTensors(checkpoint, experts, noise, std, seed)
     sources = dict(made.source(name, record) for name, record in records.items())
     dtype = getattr(torch, next(iter(records.values())).dtype)
     for name, shape in router_shapes(config).items():
@@ -74,7 +75,7 @@ def upcycle(
     return written
 
 
-class _Making:
+class _UpcycledTensors:
     """Tensors of the new checkpoint, each made when it is written."""
 
     def __init__(

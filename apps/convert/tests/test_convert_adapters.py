@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from kenotron_convert.adapters import merge_adapter
-from kenotron_models import targeted
+from kenotron_models.adapters import targeted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft
 IDS = torch.arange(1, 21)[None]

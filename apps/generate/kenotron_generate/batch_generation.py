@@ -96,7 +96,7 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
         print(remark_on(described), file=sys.stderr, flush=True)
     if request.cached and mesh.rank == 0 and (problem := cache_problem(described.model)):
         print(f"no cache is used, each token reads all of its text: {problem}", file=sys.stderr)
-    run = _Run(mesh, described, request, words, passes)
+    run = _BatchedRun(mesh, described, request, words, passes)
     started = time.perf_counter()
     replicas = mesh["dp", "cp"]
     share = -(-len(prompts) // replicas.size)  # consecutive, so that numbers follow one another
@@ -146,7 +146,7 @@ def _add_logprobs(
 
 
 @dataclass
-class _Run:
+class _BatchedRun:
     mesh: Mesh
     described: Description
     request: Request

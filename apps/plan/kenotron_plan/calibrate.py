@@ -65,6 +65,7 @@ def _measure(
     given = getattr(torch, name), width, seconds / PARTS
     shapes, found = _measured(mesh, sequence, *given)
     sharing = probes.sharing(mesh, *given)
+    # All ranks measure at once, as they train; the file has their means.
     ranks = gather_objects(found, mesh.world)
     if mesh.rank == 0:
         machine = base or machine_named(_kind(mesh.device))

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(given: argparse.Namespace) -> int:
     machine, ranks = _machine(given)
+    # What would fail after a long search is refused before it.
     if given.html and not can_draw():
         raise ModuleNotFoundError(f"--html {given.html}: {WITHOUT_MATPLOTLIB}")
     for flag in ("json", "write", "html"):
@@ -75,6 +76,7 @@ def _plan(given: argparse.Namespace) -> int:
     say("\n".join(lines))
     if given.json:
         Path(given.json).write_text(json.dumps(_json(planned, machine), indent=2) + "\n", "utf-8")
+    # A page can show a layout that does not fit; a config is written of one that does only.
     chosen = planned.chosen
     if given.html and (drawn := chosen or planned.own):
         title = f"{drawn.plan.parallelism.described} on {machine.name}"

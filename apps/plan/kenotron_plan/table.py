@@ -111,6 +111,7 @@ def best_lines(found: Found, machine: Machine, training: PlannedRun) -> list[str
     lines = [HEADER]
     for number, each in enumerate(found.best, 1):
         of, layout = figures(each, machine, training), each.layout
+        # Products are the work itself: what limits a layout is the largest share of the rest.
         parts = {what: part for what, part in each.time.parts.items() if what != "products"}
         limit = max(parts, key=lambda what: parts[what])
         lines.append(

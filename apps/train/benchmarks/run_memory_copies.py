@@ -26,7 +26,7 @@ from kenotron_config import Config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, barrier, spawn
 from kenotron_engine import training_step
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import TrainingRun, build_training
 from kenotron_train.progress import Progress
 from kenotron_train.run.saving import bytes_of, save_run
 
@@ -79,7 +79,7 @@ def measure(mesh: Mesh, given: argparse.Namespace, folder: str) -> tuple[Times, 
     return times, bytes_of(training)
 
 
-def steps_of(training: Training, batch: Batch, saver: Saver | None, count: int) -> list[float]:
+def steps_of(training: TrainingRun, batch: Batch, saver: Saver | None, count: int) -> list[float]:
     """Make steps, with a copy after each; seconds of each."""
     seconds = []
     before = saver.wait if saver is not None else lambda: None

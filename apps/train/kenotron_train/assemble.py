@@ -23,7 +23,7 @@ from kenotron_train.reproducible import conditions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(kenotron_engine.Training):
+class TrainingRun(kenotron_engine.Training):
     """Everything one step needs, and values of the config for what surrounds the steps."""
 
     cost: CostPlan
@@ -135,7 +135,7 @@ def decoder_layers(config: Config, mesh: Mesh) -> list[tuple[str, nn.Module]]:
     return kenotron_engine.decoder_layers(plan_of(config), mesh)
 
 
-def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None) -> Training:
+def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None) -> TrainingRun:
     """Build the model of a config and everything that updates it. Collective over the mesh.
 
     With ``general.reproducible`` torch computes with ``general.reproducible_threads`` from now on.
@@ -154,7 +154,7 @@ def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None
         layers=None if own_model is None else own_model(config, mesh),
         bucket_mb=config.model.ddp_bucket_cap_mb,
     )
-    return Training(
+    return TrainingRun(
         **vars(built),
         cost=cost_plan(config),
         data=data_plan(config),

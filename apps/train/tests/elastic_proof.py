@@ -37,7 +37,7 @@ from kenotron_config import DEFAULT_CONFIG, Config, load_config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, RankError, broadcast_object
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.data.own_data import OwnData
 from kenotron_train.failures.nonfinite_record import samples_of
 from kenotron_train.library import train
@@ -137,7 +137,7 @@ class Faults(LifeCycle):
         if self._fault is not None and self._fault.is_loading:
             self._arm(self._fault, mesh)
 
-    def pre_training(self, training: Training, progress: Progress) -> None:
+    def pre_training(self, training: TrainingRun, progress: Progress) -> None:
         """Note finished steps that are not in the checkpoint."""
         if self._thread is not None:
             self._thread.join()  # this process ends, or stands still
@@ -147,7 +147,9 @@ class Faults(LifeCycle):
             self._write("lost", self._read("lost") + max(lost, 0))
             self._write("finished", progress.step)
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Record the samples of the step; send the signal where it is time."""
         result.figures["samples"] = samples_of(self._batch, training.mesh)
         fired = fired_in(self._folder)
@@ -182,7 +184,7 @@ class Faults(LifeCycle):
     def _record_batches(self) -> None:
         step = loop.training_step
 
-        def recorded(training: Training, batch: Batch, *more: Any) -> StepResult:
+        def recorded(training: TrainingRun, batch: Batch, *more: Any) -> StepResult:
             self._batch = batch
             return step(training, batch, *more)
 

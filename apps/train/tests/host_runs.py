@@ -17,7 +17,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress
 from kenotron_train.run.loop import run
@@ -32,7 +32,9 @@ class NoRoom(LifeCycle):
     step: int
     rank: int
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Fail, where it is time."""
         write = file_moves._write
 
@@ -51,7 +53,9 @@ class Lost(LifeCycle):
     step: int
     ranks: Sequence[int]
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Die, where it is time."""
         if progress.step == self.step and training.mesh.rank in self.ranks:
             os.kill(os.getpid(), signal.SIGKILL)

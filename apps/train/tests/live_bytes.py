@@ -16,7 +16,7 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_engine import training_step
 from kenotron_optim import GradAccumulator, SampleGradients
-from kenotron_train.assemble import Training, build_training, data_plan
+from kenotron_train.assemble import TrainingRun, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
 
 TENSORS = torch.Tensor, torch.nn.Parameter
@@ -74,7 +74,7 @@ def _tensors() -> list[torch.Tensor]:
     return [each for each in gc.get_objects() if type(each) in TENSORS]
 
 
-def state_bytes_of(training: Training) -> dict[str, int]:
+def state_bytes_of(training: TrainingRun) -> dict[str, int]:
     """Return the bytes of what a rank keeps between steps, each storage once, by class."""
     grads, seen, found = training.grads, set[int](), dict[str, int]()
     wanted = {key: tensor for key, (tensor, _) in training.optimizer.wanted().items()}

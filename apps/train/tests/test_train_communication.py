@@ -14,7 +14,7 @@ from kenotron_cp import AttentionSize, Cut, Visibility, attention_traffic
 from kenotron_dist import Mesh, RankError, all_reduce, spawn
 from kenotron_engine import StepResult
 from kenotron_models import parameter_count
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress
@@ -94,7 +94,9 @@ def test_nothing_is_counted_unless_it_is_asked_for(tmp_path: Path) -> None:
 class OnOneRank(LifeCycle):
     """Code of a user that sums over tp on one rank only."""
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Called after each step."""
         if training.mesh.rank == 3:
             all_reduce(torch.ones(3), training.mesh["tp"])  # the fault

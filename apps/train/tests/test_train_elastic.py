@@ -27,7 +27,7 @@ from kenotron_config import DEFAULT_CONFIG, load_config
 from kenotron_dist import RankError
 from kenotron_dist.testing import free_port
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.library import train
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress
@@ -47,7 +47,9 @@ class Dies(LifeCycle):
 
     plan: Sequence[tuple[int, int, int, signal.Signals]] = field(default_factory=list)
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Die, where it is time."""
         for step, world, rank, number in self.plan:
             mesh = training.mesh
@@ -176,7 +178,7 @@ def test_a_rank_that_fails_by_itself_ends_the_run(tmp_path: Path) -> None:
 class OldWeights(LifeCycle):
     """Keeps rank 1 from reading the checkpoint: it has the weights of before."""
 
-    def post_init(self, training: Training) -> None:
+    def post_init(self, training: TrainingRun) -> None:
         """Replace the reading of this rank."""
         if training.mesh.rank == 1:
             checkpoint.fill_verified = lambda *_: []

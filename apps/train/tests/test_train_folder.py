@@ -13,7 +13,7 @@ from kenotron_ckpt import FolderLock, SaveFailed, latest_step
 from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log import metrics_file
@@ -92,7 +92,9 @@ def test_whoever_goes_back_does_so_once_and_a_restart_goes_on(
 class Fails(LifeCycle):
     """Ends a run in its first step."""
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Fail."""
         raise LookupError("the first step")
 

@@ -21,7 +21,7 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import MicroBatchGraphs, training_step
 from kenotron_engine.cuda_graphs import WARM_UP
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import TrainingRun, build_training
 from kenotron_train.config_file import load_config
 
 ONE = ["parallelism.tp=1"]
@@ -63,7 +63,7 @@ class TapeGraph:
                     old.copy_(new)
 
 
-def batches(training: Training, count: int, microbatches: int) -> list[Batch]:
+def batches(training: TrainingRun, count: int, microbatches: int) -> list[Batch]:
     rows, sequence = training.data.tokens.micro_batch_size, 32
     generator = torch.Generator().manual_seed(1)
     found = []

@@ -16,7 +16,7 @@ from kenotron_ckpt import Store, saving
 from kenotron_config import Config
 from kenotron_dist import STALLED, Mesh, RankError
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress
 from kenotron_train.run.replacements import Joining, Processes
@@ -124,7 +124,9 @@ class DiesOnce(LifeCycle):
     def __init__(self, mark: Path) -> None:
         self._mark = mark
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Die, where it is time."""
         if progress.step == 6 and not self._mark.exists():
             self._mark.touch()

@@ -18,7 +18,7 @@ from kenotron_train.assemble import data_plan
 from kenotron_train.config_file import load_config
 from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data.stage_loader import OpenStage
-from kenotron_train.failures.records import read_record
+from kenotron_train.failures.nonfinite_folder import read_record
 from kenotron_train.failures.skipped_batches import keep_left_out, left_out_since
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress

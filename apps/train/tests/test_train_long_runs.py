@@ -16,7 +16,7 @@ from kenotron_config import DEFAULT_CONFIG
 from kenotron_data import order
 from kenotron_dist import Mesh
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.metrics_file import BLOCK, MetricsFile, cut_journal, last_step, read_journal
@@ -32,7 +32,9 @@ class Memory(LifeCycle):
     def __init__(self) -> None:
         self.bytes: list[int] = []
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Measure at the end of a window."""
         if progress.step % WINDOW == 0:
             gc.collect()

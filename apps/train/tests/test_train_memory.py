@@ -13,7 +13,7 @@ from own_runs import PRELOAD
 from kenotron_config import DEFAULT_CONFIG, Config
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.config_file import load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.progress import Progress
@@ -48,7 +48,9 @@ class Occupied(LifeCycle):
     def __init__(self) -> None:
         self.after: list[int] = []
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Read them from the system."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.after.append(pages * os.sysconf("SC_PAGE_SIZE"))

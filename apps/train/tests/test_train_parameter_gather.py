@@ -24,9 +24,9 @@ from kenotron_dist.placement import named_parameters
 from kenotron_engine import LayerMetrics, step, weight_pieces
 from kenotron_optim import SlicedOptimizer, parameter_gather
 from kenotron_train import LifeCycle
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import TrainingRun, build_training
 from kenotron_train.config_file import load_config
-from kenotron_train.life_cycle import Together
+from kenotron_train.life_cycle import HookList
 from kenotron_train.run import loop, session
 from kenotron_train.run.sanity import check_state
 
@@ -79,7 +79,7 @@ class Look(LifeCycle):
         self.seen.append(total(training))
 
 
-def total(training: Training) -> float:
+def total(training: TrainingRun) -> float:
     """A number of the parameters as they are, in flight or not."""
     return sum(float(p.double().sum()) for p in named_parameters(training.model.stack).values())
 
@@ -115,9 +115,9 @@ def whole_runs(mesh: Mesh, folder: Path, layout: dict, late: bool) -> dict[str, 
         own = folder / f"{reader}-{late}"
         own.mkdir(exist_ok=True)
         config = load_config(DEFAULT_CONFIG, runs.arguments(own, **changes)[1::2])
-        look, built = Look(), list[Training]()
+        look, built = Look(), list[TrainingRun]()
 
-        def build(*given, built: list[Training] = built) -> Training:
+        def build(*given, built: list[TrainingRun] = built) -> TrainingRun:
             built.append(build_training(*given))
             return built[0]
 
@@ -149,13 +149,13 @@ def test_runs_are_those_that_wait_after_every_update(layout: str, tmp_path: Path
 def read(mesh: Mesh, late: bool) -> dict[str, tuple[bool, object]]:
     """For each reader: whether parameters were in flight when it was called, and what it found."""
     flags = ["parallelism.dp=2", "parallelism.tp=1"]
-    readers: dict[str, Callable[[Training], object]] = {
+    readers: dict[str, Callable[[TrainingRun], object]] = {
         "parameters": lambda t: [float(p.double().sum()) for p in t.parameters().values()],
         "records": lambda t: [float(x.double().sum()) for x, _ in t.records().values()],
         "pieces": lambda t: [float(values.sum()) for _, _, values, _ in weight_pieces(t)],
         "checks": lambda t: check_state(t, result, 2),
         "layers": lambda t: LayerMetrics(t).look(slices),
-        "hooks": lambda t: Together((look,)).post_train_step(t, None, None),
+        "hooks": lambda t: HookList((look,)).post_train_step(t, None, None),
         "gradient": lambda t: float(step.gradient(t, batch, 3).loss),
     }
     found: dict[str, tuple[bool, object]] = {}

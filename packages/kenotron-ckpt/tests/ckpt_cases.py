@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from kenotron_dist import Mesh, local_boxes, local_shape
-from kenotron_dist.boxes import scatter
+from kenotron_dist import Mesh
+from kenotron_dist.boxes import local_boxes, local_shape, scatter
 from kenotron_dist.placement import Chunk, Partial, Shard, TensorLayout, Tie
 
 torch.set_num_threads(1)

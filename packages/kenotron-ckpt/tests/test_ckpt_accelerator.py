@@ -16,8 +16,8 @@ from ckpt_checks import vectors
 from kenotron_ckpt import Saver, load, reader, threads
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import SaveJob
 from kenotron_ckpt.part_files import PartFile, plan_parts
+from kenotron_ckpt.save_job import SaveJob
 from kenotron_dist import Mesh, MeshConfig, views_of
 from kenotron_dist.placement import TensorLayout
 

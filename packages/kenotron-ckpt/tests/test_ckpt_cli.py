@@ -11,7 +11,8 @@ import torch
 
 from kenotron_ckpt import save
 from kenotron_ckpt.__main__ import main
-from kenotron_dist import Mesh, local_shape, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.placement import Shard, TensorLayout
 
 STATE = {"step": 5, "cursor": {"stage": 0, "consumed": 40}}

@@ -8,17 +8,10 @@ import pytest
 import torch
 from ckpt_cases import PADDING, model
 
-from kenotron_ckpt import (
-    HostCopies,
-    Hosts,
-    HostSaver,
-    NoCheckpoint,
-    file_moves,
-    host_saver,
-    hosts_of,
-)
+from kenotron_ckpt import HostCopies, HostSaver, NoCheckpoint, file_moves, host_saver, hosts_of
 from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_copy import HostCopy
+from kenotron_ckpt.hosts import Hosts
 from kenotron_dist import Mesh, barrier
 from kenotron_dist.testing import on_ranks
 

@@ -14,7 +14,8 @@ from xxhash import xxh3_64_hexdigest
 from kenotron_ckpt.blocks import blocks_of, share_of
 from kenotron_ckpt.coverage import check_coverage, first_missing, merge_records, overlap
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
-from kenotron_dist import MeshConfig, local_shape, views_of
+from kenotron_dist import MeshConfig, views_of
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.placement import TensorLayout
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)

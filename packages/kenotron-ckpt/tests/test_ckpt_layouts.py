@@ -23,12 +23,13 @@ from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.checksums import manifest_faults
 from kenotron_ckpt.folder import manifest_at
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import SaveJob
 from kenotron_ckpt.reader import fill, plan_reads
+from kenotron_ckpt.save_job import SaveJob
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.store import store_at
-from kenotron_dist import Mesh, MeshConfig, StoreMessages, local_shape, spawn
+from kenotron_dist import Mesh, MeshConfig, StoreMessages, spawn
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.placement import Chunk, Shard, TensorLayout, Tie
 
 TP = (1, 2, 3, 4, 6, 8)

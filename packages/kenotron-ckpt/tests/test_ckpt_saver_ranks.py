@@ -12,13 +12,13 @@ import torch.distributed as dist
 from ckpt_checks import CPU, View, begin, vectors, what_is_there, whole
 from ckpt_kills import put, put_together, state_of
 
-import kenotron_ckpt.job
+import kenotron_ckpt.save_job
 import kenotron_ckpt.saver
 import kenotron_ckpt.snapshot_files
 import kenotron_dist
 from kenotron_ckpt import Saver, load, store_at
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import SaveJob
+from kenotron_ckpt.save_job import SaveJob
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_dist import Mesh, MeshConfig, RankError, StoreMessages, all_reduce, spawn
@@ -35,14 +35,14 @@ def heard(saver):
 
 def fail_in_a_row(mesh, folder):
     """Five times there is no folder, and nothing but the saves keeps the ranks in step."""
-    real = kenotron_ckpt.job.prepare
+    real = kenotron_ckpt.save_job.prepare
 
     def prepare(step_folder):
         if int(step_folder.name) < 5:
             raise OSError(f"no {step_folder.name}")
         return real(step_folder)
 
-    kenotron_ckpt.job.prepare = prepare
+    kenotron_ckpt.save_job.prepare = prepare
     with Saver(folder, mesh) as saver, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(6):
@@ -220,13 +220,13 @@ def under_attack(mesh, folder, lost):
     """
     kenotron_dist.store_messages._REPAIR_SECONDS = 0.05
     kenotron_dist.signed_store.LOST_SECONDS = 0.5
-    real, began = kenotron_ckpt.job.prepare, threading.Event()
+    real, began = kenotron_ckpt.save_job.prepare, threading.Event()
 
     def prepare(step_folder):
         began.wait(20)  # until the notes of rank 1 are destroyed
         return real(step_folder)
 
-    kenotron_ckpt.job.prepare = prepare
+    kenotron_ckpt.save_job.prepare = prepare
     default = dist.distributed_c10d._get_default_store()
     with Saver(folder, mesh) as saver, warnings.catch_warnings():
         warnings.simplefilter("ignore")

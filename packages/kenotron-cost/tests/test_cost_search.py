@@ -25,7 +25,7 @@ from kenotron_cost.recomputed import recomputed
 from kenotron_cost.run_plan import plan_of_run
 from kenotron_cost.search import Planner
 from kenotron_cost.state_bytes import state_of_rank
-from kenotron_models import kept_bytes
+from kenotron_models.block_costs import kept_bytes
 
 EVERY = tuple(SEARCH_KEYS)
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from kenotron_dist import GridView, MeshConfig, local_shape
+from kenotron_dist import GridView, MeshConfig
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.grid import AXES, DATA_AXES
 from kenotron_dist.grid_view import views_of
 from kenotron_dist.placement import Chunk, Partial, Shard, TensorLayout

@@ -9,10 +9,12 @@ from dist_layouts import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron_dist import GridView, gradient_sums, local_boxes
+from kenotron_dist import GridView
 from kenotron_dist.boxes import (
     Box,
     gather_into,
+    gradient_sums,
+    local_boxes,
     local_shape,
     norm_weight,
     replica_index,

@@ -152,7 +152,7 @@ def test_no_file_calls_the_backend_past_the_recorder():
     assert {name: called for name, (named, called) in files.items() if named} == {
         "collectives.py": set(),  # all are arguments of ``start``
         "failure_broadcast.py": {"irecv"},  # closes connections: nothing arrives
-        "groups.py": {"all_reduce"},  # the first of a group, which is recorded as its making
+        "process_groups.py": {"all_reduce"},  # the first one is a part of making a group
         "handle.py": set(),
         "torch_names.py": set(),
         "point_to_point.py": set(),

@@ -9,7 +9,8 @@ from dist_layouts import cases
 from hypothesis import given
 from torch import nn
 
-from kenotron_dist import Axis, GridView, local_shape
+from kenotron_dist import Axis, GridView
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.placement import (
     Chunk,
     FlatSlice,

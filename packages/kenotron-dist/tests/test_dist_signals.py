@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kenotron_dist import explained, first_cause, listening, tell_launcher
+from kenotron_dist import explained, first_cause, listening
+from kenotron_dist.launch import tell_launcher
 from kenotron_dist.signals import ECHO, STOPS, Signals
 from kenotron_dist.spawn import RankError
 

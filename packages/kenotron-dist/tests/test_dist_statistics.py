@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kenotron_dist import Mesh, local_boxes, local_shape, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.boxes import local_boxes, local_shape
 from kenotron_dist.hashing import key
 from kenotron_dist.placement import Chunk, Shard, TensorLayout
 from kenotron_dist.statistics import (

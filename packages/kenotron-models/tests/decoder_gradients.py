@@ -13,7 +13,8 @@ from attention_cases import positions
 from torch import Tensor
 
 from kenotron_cp import AttentionWay, Layout, cut_sequence
-from kenotron_dist import Mesh, all_reduce, local_boxes, sum_gradients
+from kenotron_dist import Mesh, all_reduce, sum_gradients
+from kenotron_dist.boxes import local_boxes
 from kenotron_dist.init import Initializer, Normal, initialize
 from kenotron_dist.placement import TensorLayout, parameter_layouts
 from kenotron_dist.rng import counter_key

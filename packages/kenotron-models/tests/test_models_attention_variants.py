@@ -13,16 +13,10 @@ from torch import Tensor
 
 from kenotron_cp import Scoring
 from kenotron_dist import Axis
-from kenotron_models import (
-    Build,
-    Context,
-    MetaMicroBatch,
-    attention_blocked,
-    attention_flash,
-    kept_bytes,
-)
+from kenotron_models import Build, Context, attention_blocked, attention_flash
 from kenotron_models.attention_backends import AttentionBackend, attend
 from kenotron_models.block import BlockSpec
+from kenotron_models.block_costs import MetaMicroBatch, kept_bytes
 from kenotron_models.layers import Attention, AttentionSpec, KVCache
 
 BACKENDS: list[AttentionBackend] = ["blocked", "plain", "auto"]

@@ -9,7 +9,8 @@ import torch
 from test_models_memory import FAMILIES, ROWS, SEQUENCE
 
 from kenotron_dist import Axis
-from kenotron_models import Build, Context, Kernels, KernelWork, MetaMicroBatch, block_kernels
+from kenotron_models import Build, Context
+from kenotron_models.block_costs import Kernels, KernelWork, MetaMicroBatch, block_kernels
 from kenotron_models.layers import Block
 from kenotron_tp import TPMode
 

@@ -13,7 +13,8 @@ from kenotron_dist import Mesh
 from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 from kenotron_ep import ExchangeSize, exchange_traffic
-from kenotron_models import Build, Context, MetaMicroBatch, Recompute, SequenceCut, sent_bytes
+from kenotron_models import Build, Context, Recompute, SequenceCut
+from kenotron_models.block_costs import MetaMicroBatch, sent_bytes
 from kenotron_models.families import (
     DeepseekV3Config,
     LlamaConfig,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kenotron_models import SmallSizes, upcycled_config
+from kenotron_models import SmallSizes
 from kenotron_models.families import (
     DeepseekV3Config,
     Glm4MoEConfig,
@@ -16,6 +16,7 @@ from kenotron_models.families import (
     OLMoEConfig,
     Qwen2Config,
     Qwen3MoEConfig,
+    upcycled_config,
 )
 from kenotron_models.hf import (
     config_from_hf,

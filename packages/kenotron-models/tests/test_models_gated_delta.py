@@ -13,15 +13,8 @@ from mixer_cases import ONE, documents_are_apart, one_by_one_as_in_parallel, sam
 from kenotron_cp import Cut, Layout
 from kenotron_dist import Axis
 from kenotron_dist.placement import parameter_layouts
-from kenotron_models import (
-    Build,
-    Context,
-    LayerStack,
-    MetaMicroBatch,
-    build_decoder,
-    kept_bytes,
-    sent_bytes,
-)
+from kenotron_models import Build, Context, LayerStack, build_decoder
+from kenotron_models.block_costs import MetaMicroBatch, kept_bytes, sent_bytes
 from kenotron_models.layers import BlockSpec
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # 1e-6 is added to squared lengths

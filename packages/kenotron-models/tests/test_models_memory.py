@@ -11,7 +11,9 @@ from toy_family import ToyConfig
 
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_models import Build, Context, MetaMicroBatch, Recompute, kept_bytes
+from kenotron_models import Build, Context, Recompute
+from kenotron_models.block_costs import MetaMicroBatch, kept_bytes
+from kenotron_models.block_memory import bytes_alive
 from kenotron_models.families import (
     LlamaConfig,
     MambaModelConfig,
@@ -23,7 +25,6 @@ from kenotron_models.families import (
     Starcoder2Config,
 )
 from kenotron_models.layers import Block, BlockSpec
-from kenotron_models.memory import bytes_alive
 from kenotron_tp import TPMode
 
 SIZES = {

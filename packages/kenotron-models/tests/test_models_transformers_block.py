@@ -11,21 +11,18 @@ import torch
 from kenotron_dist import Axis, Mesh
 from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
-from kenotron_models import (
-    Build,
-    Context,
+from kenotron_models import Build, Context, build_decoder, layer_costs
+from kenotron_models.block_costs import (
     Kernels,
     MetaMicroBatch,
     block_flops,
     block_kernels,
-    build_decoder,
     kept_bytes,
-    layer_costs,
     sent_bytes,
     transformers_blocks,
 )
+from kenotron_models.block_memory import bytes_alive
 from kenotron_models.families import LlamaConfig, TransformersConfig
-from kenotron_models.memory import bytes_alive
 
 pytest.importorskip("transformers")
 SIZES = {

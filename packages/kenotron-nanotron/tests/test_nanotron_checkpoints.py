@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kenotron_ckpt import load, read_manifest
-from kenotron_dist import Mesh, local_shape, spawn
-from kenotron_dist.boxes import scatter
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.boxes import local_shape, scatter
 from kenotron_dist.placement import Chunk, Shard, TensorLayout
 from kenotron_nanotron import import_nanotron, read_nanotron
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from kenotron_dist import GridView, all_reduce, gradient_sums
-from kenotron_dist.boxes import scatter
+from kenotron_dist import GridView, all_reduce
+from kenotron_dist.boxes import gradient_sums, scatter
 from kenotron_dist.placement import Shard, TensorLayout, parameter_layouts
 
 

@@ -127,6 +127,7 @@ def zero() -> str:
     for row, stage in enumerate(range(4)):
         config = load_config(BILLION, [f"optimizer.zero_stage={stage}"])
         (size,) = stage_sizes(cost_plan(config))
+        # Bytes are those that the planner counts; a gigabyte is 30 units wide.
         x, y, total = 110.0, 30 + row * 50, 0.0
         parts.append(label(100, y + 24, f"zero_stage: {stage}", "black", "end"))
         for name, colour in colours.items():

@@ -10,7 +10,7 @@ from kenotron_dist import Mesh, declare_roles, shutdown
 from kenotron_engine import StepResult
 from kenotron_models import Context
 from kenotron_train import STOPPED, LifeCycle, OwnData, train
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.progress import Progress
 
 
@@ -50,7 +50,9 @@ def layers(config: Config, mesh: Mesh) -> list[tuple[str, nn.Module]]:
 class Watch(LifeCycle):
     """Says how far off the model is."""
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """On the first rank."""
         if training.mesh.rank == 0 and progress.step % 10 == 0:
             print(f"step {progress.step}: {result.loss:.2f} nats off", flush=True)

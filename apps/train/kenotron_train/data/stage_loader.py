@@ -16,7 +16,7 @@ from kenotron_data import (
     origins,
 )
 from kenotron_engine import DomainObjective, DomainWeights
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.data.changed_data import check_data, fingerprint_of
 from kenotron_train.data.own_data import Hook
 from kenotron_train.data.reference_losses import Reference, open_reference
@@ -29,7 +29,11 @@ class StageLoader:
     """The stage that is read: its corpus and its loader."""
 
     def __init__(
-        self, training: Training, report: Report, hook: Hook | None, target_mask: MaskTargets | None
+        self,
+        training: TrainingRun,
+        report: Report,
+        hook: Hook | None,
+        target_mask: MaskTargets | None,
     ) -> None:
         self._training, self._report = training, report
         self._hook, self._target_mask = hook, target_mask

@@ -13,7 +13,7 @@ from kenotron_data import Cursor, LossWriter, StoredLosses, has_index
 from kenotron_dist import Mesh, all_gather
 from kenotron_engine import batch_losses
 from kenotron_optim import OptimizerConfig
-from kenotron_train.assemble import Training, build_training, data_plan
+from kenotron_train.assemble import TrainingRun, build_training, data_plan
 from kenotron_train.data.changed_data import fingerprint_of
 from kenotron_train.data.reference_losses import (
     KEY,
@@ -51,7 +51,7 @@ def write_reference_losses(mesh: Mesh, config: Config) -> None:
             _write_stage(training, stage, Path(str(found)))
 
 
-def _write_stage(training: Training, stage: int, folder: Path) -> None:
+def _write_stage(training: TrainingRun, stage: int, folder: Path) -> None:
     """Write the losses of a stage's samples; rank 0 has the file."""
     data, mesh = training.data, training.mesh
     with mesh.pulse.busy("reading the corpus"):

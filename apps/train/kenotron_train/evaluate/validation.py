@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from kenotron_data import Concatenated, Dataset, Subset, validation_batches
 from kenotron_engine import ModelOnMesh, Validation, evaluate
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.data_plan import DataPlan
 
 
 def validate(
-    training: Training, held_out: Mapping[str, Dataset], *, averages: bool = True
+    training: TrainingRun, held_out: Mapping[str, Dataset], *, averages: bool = True
 ) -> Validation | None:
     """Loss on ``limit_val_batches`` global batches, shared by the sources; None: there are none.
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kenotron_ckpt import LOCK
 from kenotron_command import TAKEN
-from kenotron_dist import STALLED, first_cause, tell_launcher
+from kenotron_dist import STALLED, first_cause
+from kenotron_dist.launch import tell_launcher
 from kenotron_train.failures.passing_errors import status_of
 from kenotron_train.log.metrics_file import last_step
 

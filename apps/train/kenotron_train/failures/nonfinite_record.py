@@ -17,7 +17,7 @@ from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, gather_objects
 from kenotron_dist.rng import counter_key
 from kenotron_optim import NonFinite
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.data.stage_loader import OpenStage
 from kenotron_train.progress import Progress
 
@@ -65,7 +65,7 @@ class TakenBatch:
     progress: Progress
     """Progress of the run; its cursor is where the batch begins."""
 
-    def blame(self, training: Training, found: NonFinite) -> Blame:
+    def blame(self, training: TrainingRun, found: NonFinite) -> Blame:
         """Look for the cause of a step that is not finite. Parameters must be as before it.
 
         Collective over the mesh: the batch goes through the model once more.
@@ -73,7 +73,7 @@ class TakenBatch:
         step = self.progress.step + 1
         return self.about(training, _module(training, self.batch, step) or _owner(found), found)
 
-    def about(self, training: Training, module: str, found: NonFinite) -> Blame:
+    def about(self, training: TrainingRun, module: str, found: NonFinite) -> Blame:
         """Return what is known of the step without looking at it. Collective over the mesh."""
         progress, samples = self.progress, samples_of(self.batch, training.mesh)
         with training.mesh.pulse.busy("looking for samples in their files"):
@@ -103,7 +103,7 @@ def _owner(found: NonFinite) -> str:
     return found.name.rpartition(".")[0] + " (backward)"
 
 
-def _module(training: Training, batch: Batch, step: int) -> str:
+def _module(training: TrainingRun, batch: Batch, step: int) -> str:
     """The first module of the model, in the order of its layers, whose output is not finite."""
     model, mesh = training.model, training.mesh
     order = list(dict.fromkeys(_layer(path) for path in model.layouts))

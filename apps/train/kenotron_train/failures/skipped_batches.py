@@ -16,7 +16,7 @@ from typing import Any
 from kenotron_ckpt import MANIFEST, Store, on_first, replace_text, seal_of
 from kenotron_data import Cursor
 from kenotron_dist import Mesh
-from kenotron_train.failures.records import FOLDER
+from kenotron_train.failures.nonfinite_folder import FOLDER
 from kenotron_train.log.run_folder import writing
 from kenotron_train.progress import Progress
 

@@ -14,7 +14,7 @@ from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config
 from kenotron_train.kubernetes.manifest import KubernetesJob, manifest_of
 from kenotron_train.log.printing import fail, say
-from kenotron_train.placement import placement_warning, ranks_of_job, ranks_per_node
+from kenotron_train.node_placement import placement_warning, ranks_of_job, ranks_per_node
 from kenotron_train.slurm.cli import check_credentials, count, whole
 
 

@@ -12,7 +12,7 @@ from textwrap import indent
 from typing import Literal
 
 from kenotron_config import ParallelismConfig
-from kenotron_train.placement import ranks_on_nodes, ranks_per_node
+from kenotron_train.node_placement import ranks_on_nodes, ranks_per_node
 
 SPEC = Path(__file__).with_name("jobset_spec.yaml")
 SCRIPT = Path(__file__).with_name("start_ranks.sh")
@@ -113,6 +113,7 @@ class KubernetesJob:
         Args:
             checkpoints: the config's `checkpoints.checkpoints_path`.
         """
+        # Names of pods are this name and an ending: the ending of the last pod limits it.
         room = _LONGEST - len(f"-node-0-{self.nodes - 1}-12345")
         for flag, name in (("--job-name", self.name), ("--namespace", self.namespace or "x")):
             if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > room:
@@ -178,6 +179,7 @@ def _spec(job: KubernetesJob, ranks: int, world: int) -> str:
         "image": json.dumps(job.image),
         "folder": FOLDER,
         "mount": json.dumps(job.mount),
+        # The first pod, at which the ranks of all pods meet.
         "address": f"{job.name}-node-0-0.{job.name}",
         "world": world,
         "ranks": ranks,

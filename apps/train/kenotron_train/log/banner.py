@@ -13,13 +13,13 @@ from kenotron_dist import Mesh, gpu_problem, visible_gpus
 from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
 from kenotron_optim import ParameterGroup, describe_groups
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.log.report import Report
 from kenotron_train.log.run_name import run_name
 from kenotron_train.reproducible import described
 
 
-def _learning(training: Training) -> list[ParameterGroup]:
+def _learning(training: TrainingRun) -> list[ParameterGroup]:
     """Groups of the tensors that learn: of the adapters alone, where there are some."""
     if (adapter := training.plan.adapter) is None:
         return list(training.groups)
@@ -31,7 +31,11 @@ def _learning(training: Training) -> list[ParameterGroup]:
 
 
 def introduce(
-    training: Training, report: Report, remark: str, cautions: Sequence[str], ignored: Sequence[str]
+    training: TrainingRun,
+    report: Report,
+    remark: str,
+    cautions: Sequence[str],
+    ignored: Sequence[str],
 ) -> None:
     """Report what is about to be trained.
 

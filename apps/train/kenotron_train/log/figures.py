@@ -45,6 +45,7 @@ class UsedMemory:
     def of_step(device: torch.device) -> UsedMemory:
         """Return the memory since the last call, and begin to measure the next step's peaks."""
         if device.type == "cpu":
+            # ru_maxrss is in bytes on macOS and in KiB on Linux.
             unit = 1 if sys.platform == "darwin" else 1024
             return UsedMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9)
         free, total = torch.get_device_module(device).mem_get_info(device)
@@ -147,6 +148,7 @@ class Meter:
             "mfu_causal": self.mfu(figures, causal=True),
             "memory_gb": memory.peak,
         }
+        # Keys below are written only where a step has them, to keep lines short.
         if memory.reserved is not None:
             found["memory_reserved_gb"] = memory.reserved
         if memory.device is not None:

@@ -13,7 +13,7 @@ from kenotron_data import Batch
 from kenotron_dist.diagnosis import record
 from kenotron_engine import LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.log.figures import StepFigures, UsedMemory, named_peak
 from kenotron_train.log.profiling import Profile
 from kenotron_train.log.rank_times import RankTimes, microseconds
@@ -48,7 +48,7 @@ class Watching:
     Collective over the mesh, like everything here.
     """
 
-    def __init__(self, training: Training, report: Report, first_step: int) -> None:
+    def __init__(self, training: TrainingRun, report: Report, first_step: int) -> None:
         self._training, self._report = training, report
         mesh = training.mesh
         # nccl's waits are the device's: this process continues.

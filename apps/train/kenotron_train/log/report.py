@@ -11,7 +11,7 @@ from rich.console import Console
 from kenotron_command import short
 from kenotron_dist import Mesh
 from kenotron_engine import Validation, perplexity
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.log.domain_figures import domain_lines
 from kenotron_train.log.figures import Meter, StepFigures
 from kenotron_train.log.line_writer import LineWriter
@@ -188,7 +188,7 @@ class Report:
             self._output.show(lambda: print(line, flush=True))
 
 
-def open_report(training: Training) -> Report:
+def open_report(training: TrainingRun) -> Report:
     """Return the output of a training's run, to be entered."""
     mesh = training.mesh
     meter = Meter(training.plan, training.data, mesh.world.size, mesh.device)

@@ -18,7 +18,7 @@ from kenotron_command import short
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_dist.placement import named_parameters
 from kenotron_models import DecoderSpec, parameter_count
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.log.figures import Meter, StepFigures
 from kenotron_train.log.run_name import job_id, run_name
 
@@ -56,7 +56,7 @@ def check_table(path: str) -> None:
             )
 
 
-def table_row(training: Training, meter: Meter, steps: list[StepFigures]) -> dict[str, Any]:
+def table_row(training: TrainingRun, meter: Meter, steps: list[StepFigures]) -> dict[str, Any]:
     """The line of a run by column: speeds of its median step, the first one left out.
 
     The same on every rank but for memory. Collective over the mesh. ``meter`` works out speeds;

@@ -13,12 +13,12 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_engine import gradient, training_step
 from kenotron_optim import NonFinite, find_nonfinite
-from kenotron_train.assemble import OwnModel, Training, build_training, data_plan
+from kenotron_train.assemble import OwnModel, TrainingRun, build_training, data_plan
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_loader import StageLoader
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.failures.nonfinite_folder import FOLDER, read_record
 from kenotron_train.failures.nonfinite_record import TakenBatch
-from kenotron_train.failures.records import FOLDER, read_record
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.replay.replay_comparison import Comparison, compared, comparison
@@ -130,7 +130,7 @@ def _apart(
 
 
 def _advance(
-    training: Training, feed: StageLoader, report: Report, progress: Progress, last: int
+    training: TrainingRun, feed: StageLoader, report: Report, progress: Progress, last: int
 ) -> TakenBatch:
     """Make the steps before ``last``; its batch."""
     if progress.step >= last:
@@ -156,7 +156,7 @@ def _advance(
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
 
 
-def _look(training: Training, taken: TakenBatch) -> dict[str, Any]:
+def _look(training: TrainingRun, taken: TakenBatch) -> dict[str, Any]:
     """The step's loss, norms, and what is not finite. Collective over the mesh."""
     progress = taken.progress
     grad = gradient(

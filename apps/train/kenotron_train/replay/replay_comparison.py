@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kenotron_train.failures.records import read_record, record_at
+from kenotron_train.failures.nonfinite_folder import read_record, record_at
 from kenotron_train.log.metrics_file import read_journal
 
 LOSS_TOLERANCE = 1e-3

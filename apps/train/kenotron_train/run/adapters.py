@@ -11,9 +11,9 @@ import torch
 
 from kenotron_ckpt import Record, SafetensorsFolder, Store, has_manifests, open_safetensors
 from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
-from kenotron_models import ADAPTER, Adapted, AdapterSpec, peft_problems
+from kenotron_models.adapters import ADAPTER, Adapted, AdapterSpec, peft_problems
 from kenotron_models.hf import read_json
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of peft."""
@@ -57,7 +57,7 @@ def _opened(path: Path, spec: AdapterSpec) -> tuple[SafetensorsFolder, dict[str,
         raise ValueError(f"model.adapter.path: {error}") from error
 
 
-def begin_adapters(training: Training) -> str:
+def begin_adapters(training: TrainingRun) -> str:
     """Give adapters their first values that depend on weights; a sentence about them.
 
     Collective over the mesh. Raises ValueError for a folder of other adapters than those of
@@ -81,7 +81,7 @@ def begin_adapters(training: Training) -> str:
     return f"The adapters begin as those of {path}"
 
 
-def _begin_norms(training: Training) -> None:
+def _begin_norms(training: TrainingRun) -> None:
     """DoRA's norms begin as those of the weights."""
     assert training.plan.adapter is not None
     if training.plan.adapter.kind != "dora":
@@ -109,7 +109,7 @@ def adapter_state(model: ModelConfig) -> dict[str, Any]:
     return {ADAPTER: {**asdict(model.adapter), "base": base}}
 
 
-def saved_adapter(training: Training) -> dict[str, Any]:
+def saved_adapter(training: TrainingRun) -> dict[str, Any]:
     """Return ``adapter_state`` and the checksum of the base. Collective over the mesh."""
     state = adapter_state(training.checkpoints.model)
     if state:
@@ -117,7 +117,7 @@ def saved_adapter(training: Training) -> dict[str, Any]:
     return state
 
 
-def check_base(saved: Any, training: Training, folder: Store) -> None:
+def check_base(saved: Any, training: TrainingRun, folder: Store) -> None:
     """Refuse a checkpoint whose adapters learned next to other weights than those that are there.
 
     Collective over the mesh. Weights of another dtype are not compared.

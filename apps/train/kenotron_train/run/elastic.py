@@ -18,7 +18,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh, RankError, broadcast_object
 from kenotron_dist.launch import launcher, local_ranks, restarts
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.metrics_file import RECOVERY, RECOVERY_SECONDS, read_journal
 from kenotron_train.log.printing import say, warn
@@ -60,11 +60,13 @@ class Recovery(LifeCycle):
                 self._before = read_journal(path)
         self._times = [now if self._ended is None else self._ended, now]
 
-    def pre_training(self, training: Training, progress: Progress) -> None:
+    def pre_training(self, training: TrainingRun, progress: Progress) -> None:
         """The checkpoint is loaded."""
         self._times.append(time.time())
 
-    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+    def post_train_step(
+        self, training: TrainingRun, progress: Progress, result: StepResult
+    ) -> None:
         """Report the first step, where the former ranks had made one."""
         if len(self._times) == 4 or self._ended is None:
             return

@@ -12,7 +12,7 @@ from kenotron_ckpt import MANIFEST, SaveReport
 from kenotron_config import EvaluateConfig, EvaluationJobConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_engine import Validation
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.evaluate.evaluation_job import (
     EvaluationJob,
     script_of_evaluation,
@@ -46,7 +46,7 @@ class Evaluations:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingRun,
         report: Report,
         section: EvaluateConfig | None,
         *,

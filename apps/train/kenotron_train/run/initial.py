@@ -29,7 +29,7 @@ from kenotron_models.hf import (
     turns_neighbours,
 )
 from kenotron_models.hf_import import OtherModel, read_model, remark
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.run.adapters import begin_adapters
 
 FREE = (
@@ -63,12 +63,12 @@ KEYS = {
 """Ends of names of a model's fields, and what ``model.model_config`` calls them."""
 
 
-def load_initial(training: Training) -> str:
+def load_initial(training: TrainingRun) -> str:
     """Fill weights and adapters as ``load_base`` and ``begin_adapters`` do; a sentence about it."""
     return "; ".join(filter(None, [load_base(training), begin_adapters(training)]))
 
 
-def load_base(training: Training) -> str:
+def load_base(training: TrainingRun) -> str:
     """Fill this rank's weights from what ``model.init_method`` names; a sentence about it.
 
     Adapters are left as they are. Empty when weights are drawn. Each rank reads its slices only;
@@ -80,6 +80,7 @@ def load_base(training: Training) -> str:
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
     path, spec, wanted = Path(method.path), training.plan.spec, training.first_records()
+    # Adapters are drawn and not read: files of a base model do not have them.
     adapters = {} if training.plan.adapter is None else training.plan.adapter.tensors()
     wanted = {key: each for key, each in wanted.items() if each[1].name not in adapters}
     free = FREE + (ROPE if method.accept_changed_rope else ())
@@ -128,6 +129,7 @@ def _read_hf(
     source = read_model(folder, turns)
     _check_same(spec, source.config.decoder, path / CONFIG, (*free, "interleaved"))
     source.load(wanted, mesh)
+    # The first rank alone compares the model with transformers, from the folder and in one piece.
     if not check or mesh.rank != 0:
         return str(path)
     try:

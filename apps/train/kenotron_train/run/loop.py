@@ -14,7 +14,7 @@ from kenotron_dist import Mesh, barrier
 from kenotron_engine import DomainWeights, StepResult, Validation, training_step
 from kenotron_models import TransformersSpec
 from kenotron_optim import NonFinite
-from kenotron_train.assemble import OwnModel, Training
+from kenotron_train.assemble import OwnModel, TrainingRun
 from kenotron_train.data.own_data import Hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.evaluate.validation import validate
@@ -267,7 +267,7 @@ def _return(run: Session, progress: Progress, found: NonFinite) -> Progress:
     return progress
 
 
-def _validate(training: Training, step: int, corpus: Corpus) -> Validation | None:
+def _validate(training: TrainingRun, step: int, corpus: Corpus) -> Validation | None:
     """Loss on held-out samples, where the config asks for it after this step."""
     tokens = training.data.tokens
     every, last = tokens.val_check_interval, step == tokens.train_steps

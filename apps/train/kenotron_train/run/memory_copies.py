@@ -12,7 +12,7 @@ from kenotron_ckpt import (
     on_first,
     remove_steps,
 )
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
 from kenotron_train.run.memory_folder import MemoryFolder
@@ -30,7 +30,7 @@ class MemoryCopies:
     """
 
     def __init__(
-        self, training: Training, memory: MemoryFolder | None, report: Report, saver: Saver
+        self, training: TrainingRun, memory: MemoryFolder | None, report: Report, saver: Saver
     ) -> None:
         """Check that there is room.
 
@@ -134,7 +134,7 @@ class MemoryCopies:
             self._saver.__exit__(kind, *error)
 
 
-def _check_room(memory: MemoryFolder, training: Training) -> None:
+def _check_room(memory: MemoryFolder, training: TrainingRun) -> None:
     mesh, hosts = training.mesh, memory.hosts
     parts = on_each(mesh, lambda: bytes_of(training))
     stored = hosts.stored_ranks() if hosts else range(mesh.world.size)

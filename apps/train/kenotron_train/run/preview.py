@@ -38,6 +38,7 @@ def preview(config: Config) -> str:
     plan, general, model = cost_plan(config), config.general, config.model
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
     warnings += other_model(model, plan.spec)
+    # These sections build layers on device meta, which needs a config that can be run.
     if not problems:
         sections += [
             describe(config.decoder, config.parallelism.ep),
@@ -155,6 +156,8 @@ def _memory(plan: CostPlan) -> str:
     learn = sum(math.prod(each.shape) for each in own.values())
     adapters = f", and {learn:,} of adapters, which alone learn" if learn else ""
     lines = [f"Parameters: {parameter_count(plan.spec):,}{adapters}"]
+    # Classes of memory of each stage first; below, the instant at which most of it is in use at
+    # once.
     for rank, stage in enumerate(stage_sizes(plan)):
         parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in stage.bytes_of.items())
         names = f"{stage.layers[0]} ... {stage.layers[-1]}"

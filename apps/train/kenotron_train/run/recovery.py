@@ -11,9 +11,9 @@ from pathlib import Path
 from kenotron_ckpt import NoCheckpoint, Saver, Store, on_first, steps_in, store_at
 from kenotron_engine import StepResult
 from kenotron_optim import NonFinite, NonFiniteStep
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
+from kenotron_train.failures.nonfinite_folder import write_record
 from kenotron_train.failures.nonfinite_record import Blame, TakenBatch
-from kenotron_train.failures.records import write_record
 from kenotron_train.failures.skipped_batches import keep_left_out
 from kenotron_train.progress import Progress
 from kenotron_train.run.resume import load_run
@@ -21,7 +21,7 @@ from kenotron_train.run.upload import upload_url
 
 
 @contextmanager
-def recorded(training: Training, taken: TakenBatch) -> Iterator[None]:
+def recorded(training: TrainingRun, taken: TakenBatch) -> Iterator[None]:
     """Write a record before the error of a step that is not finite is raised."""
     try:
         yield
@@ -30,7 +30,7 @@ def recorded(training: Training, taken: TakenBatch) -> Iterator[None]:
         raise NonFiniteStep(f"{error}; {about}", error.found) from error
 
 
-def record(training: Training, taken: TakenBatch, found: NonFinite) -> str:
+def record(training: TrainingRun, taken: TakenBatch, found: NonFinite) -> str:
     """Write down the batch of a step that is not finite; a sentence about it. Collective."""
     cause, run = taken.blame(training, found), training.log.folder
     path, trouble = on_first(training.mesh, lambda: _written(run, cause))
@@ -51,14 +51,14 @@ def _written(run: Path, cause: Blame) -> tuple[str, str]:
         return "", str(error)
 
 
-def goes_back(training: Training, result: StepResult) -> bool:
+def goes_back(training: TrainingRun, result: StepResult) -> bool:
     """Return whether this step is undone together with those since the newest checkpoint."""
     policy = training.optim.nonfinite
     return result.nonfinite is not None and not result.overflow and policy == "rollback"
 
 
 def go_back(
-    training: Training, saver: Saver, progress: Progress, found: NonFinite
+    training: TrainingRun, saver: Saver, progress: Progress, found: NonFinite
 ) -> tuple[Progress, str]:
     """Load the newest checkpoint; from now on the batch where ``progress`` stands is left out.
 
@@ -80,7 +80,7 @@ def go_back(
 
 
 def _load_before(
-    training: Training, folder: Path, step: int, found: NonFinite
+    training: TrainingRun, folder: Path, step: int, found: NonFinite
 ) -> tuple[Progress, str, Store]:
     """Load the newest checkpoint before a step: the folder may hold later ones, of another try.
 

@@ -20,7 +20,7 @@ from kenotron_ckpt import (
 )
 from kenotron_engine import changed_conditions
 from kenotron_optim import AVERAGE, StepState
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.data.changed_data import comparable
 from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
@@ -40,7 +40,7 @@ NAMES = {"held_out": "holding samples out (tokens.limit_val_batches)"}
 
 
 def resume(
-    training: Training,
+    training: TrainingRun,
     run: Path | None = None,
     asked: CheckpointsConfig | None = None,
     memory: MemoryFolder | None = None,
@@ -83,7 +83,7 @@ def resume(
 
 
 def _from_memory(
-    training: Training, memory: MemoryFolder | None, given: str | None
+    training: TrainingRun, memory: MemoryFolder | None, given: str | None
 ) -> tuple[tuple[Progress, str] | None, str]:
     """Load the copy in memory; None where it is not newer than ``given``, or damaged.
 
@@ -111,7 +111,7 @@ def _from_memory(
     return (progress, remark + more), ""
 
 
-def _fresh(training: Training) -> StepState:
+def _fresh(training: TrainingRun) -> StepState:
     return fresh_state(training.optim, training.plan.dtype, training.data.doremi)
 
 
@@ -129,7 +129,7 @@ def _unreadable(error: str, own: bool) -> str:
 
 
 def load_run(
-    training: Training,
+    training: TrainingRun,
     path: Location,
     *,
     optimizer: bool = True,
@@ -155,7 +155,7 @@ def load_run(
 
 
 def _load_from(
-    training: Training, checkpoint: Checkpoint, optimizer: bool
+    training: TrainingRun, checkpoint: Checkpoint, optimizer: bool
 ) -> tuple[Progress, str, Store]:
     """``load_run`` of one checkpoint. Raises DamagedCheckpoint, perhaps after tensors changed."""
     mesh, model = training.mesh, training.checkpoints.model
@@ -204,7 +204,7 @@ def _load_from(
 
 
 def _averages(
-    training: Training, checkpoint: Checkpoint, updated: bool
+    training: TrainingRun, checkpoint: Checkpoint, updated: bool
 ) -> tuple[dict[str, Any], str]:
     """Averaged weights to be read, and a remark where they begin again.
 
@@ -229,7 +229,7 @@ def _check_state(state: dict[str, Any], step: int, folder: Store) -> None:
     check_numbers(state, step, folder)
 
 
-def _remark(training: Training, progress: Progress, state: dict[str, Any], folder: Store) -> str:
+def _remark(training: TrainingRun, progress: Progress, state: dict[str, Any], folder: Store) -> str:
     remark = f"Resumed after step {progress.step} from {folder}"
     now = order_of(reading_of(training.data))
     for name, before in order_of(state["reading"]).items():

@@ -13,14 +13,14 @@ from kenotron_ckpt import latest_step
 from kenotron_command import printable
 from kenotron_data import decode, encode
 from kenotron_models import Sampling, TransformersSpec, cache_problem, generate
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.log.report import Report
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160
 
 
-def show_sample(training: Training, report: Report) -> None:
+def show_sample(training: TrainingRun, report: Report) -> None:
     """Generate a sample and print it, then what to try next. Collective over the mesh.
 
     The training is over and saved: a sample that fails is a warning.
@@ -68,7 +68,7 @@ def next_commands(
     ]
 
 
-def _is_foreign(training: Training) -> bool:
+def _is_foreign(training: TrainingRun) -> bool:
     return isinstance(training.plan.spec, TransformersSpec)
 
 
@@ -82,7 +82,7 @@ def _program(name: str) -> str:
     return f"python {shlex.quote(str(short))}"
 
 
-def _sample(training: Training) -> str:
+def _sample(training: TrainingRun) -> str:
     """Return the text of a sample. Collective over the mesh."""
     plan, mesh = training.plan, training.mesh
 

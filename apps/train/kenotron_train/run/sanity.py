@@ -11,11 +11,11 @@ from kenotron_dist import gather_objects
 from kenotron_dist.diagnosis import check_equal
 from kenotron_dist.placement import named_parameters
 from kenotron_engine import StepResult
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.failures.nonfinite_record import samples_of
 
 
-def check_batch(training: Training, batch: Batch, step: int) -> None:
+def check_batch(training: TrainingRun, batch: Batch, step: int) -> None:
     """Ranks of one data rank must read the same, data ranks something else. Collective.
 
     Raises ValueError on all ranks, naming step and ranks.
@@ -51,7 +51,7 @@ def check_batch(training: Training, batch: Batch, step: int) -> None:
         )
 
 
-def check_state(training: Training, result: StepResult, step: int) -> None:
+def check_state(training: TrainingRun, result: StepResult, step: int) -> None:
     """Replicas, ties, optimizer state and gradients after an update. Collective over the mesh.
 
     Raises ValueError naming step, tensor, axis and ranks, FloatingPointError for an update that

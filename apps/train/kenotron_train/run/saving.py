@@ -13,7 +13,7 @@ from kenotron_ckpt import (
 )
 from kenotron_dist.placement import TensorLayout
 from kenotron_models import model_to_json
-from kenotron_train.assemble import Training
+from kenotron_train.assemble import TrainingRun
 from kenotron_train.data.data_settings import reading_of, tokenizer_state
 from kenotron_train.log.run_folder import writing
 from kenotron_train.progress import Progress
@@ -21,7 +21,7 @@ from kenotron_train.run.adapters import saved_adapter
 from kenotron_train.run.upload import Uploads
 
 
-def open_saver(training: Training, uploads: Uploads) -> Saver:
+def open_saver(training: TrainingRun, uploads: Uploads) -> Saver:
     """The engine that ``checkpoints.checkpointing_engine`` names, on ``checkpoints_path``.
 
     Collective over the mesh. Raises ValueError when another run writes there, OSError when no rank
@@ -52,7 +52,7 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
 
 
 def save_run(
-    saver: Saver | HostSaver, training: Training, progress: Progress, *, compared: bool = True
+    saver: Saver | HostSaver, training: TrainingRun, progress: Progress, *, compared: bool = True
 ) -> None:
     """Begin a checkpoint of the run. Collective over the mesh.
 
@@ -77,7 +77,7 @@ def save_run(
         saver.save(progress.step, _records(training), state, saved.yaml)
 
 
-def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
+def _records(training: TrainingRun) -> dict[str, tuple[Tensor, TensorLayout]]:
     """Return what a checkpoint holds: parameters, this rank's slices of the optimizer's state."""
     averages = training.averages.state() if training.averages else {}
     return {**training.saved_records(), **training.optimizer.state(), **averages}
@@ -98,6 +98,6 @@ def check_saved(saver: Saver, step: int) -> None:
         raise SaveFailed(f"the checkpoint of step {step} is not whole: " + "; ".join(faults))
 
 
-def bytes_of(training: Training) -> int:
+def bytes_of(training: TrainingRun) -> int:
     """Bytes of this rank's part of a checkpoint."""
     return sum(tensor.nbytes for tensor, _ in _records(training).values())

@@ -17,13 +17,13 @@ from kenotron_cost import mesh_sizes
 from kenotron_dist import Mesh, Signals, all_reduce, listening
 from kenotron_dist.diagnosis import watch
 from kenotron_dist.rng import key
-from kenotron_train.assemble import OwnModel, Training, build_training, data_plan
+from kenotron_train.assemble import OwnModel, TrainingRun, build_training, data_plan
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import StageLoader
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.evaluate.evaluator import check_evaluate
-from kenotron_train.life_cycle import LifeCycle, Together
+from kenotron_train.life_cycle import HookList, LifeCycle
 from kenotron_train.log.banner import introduce
 from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
@@ -46,7 +46,7 @@ from kenotron_train.run.upload import Uploads
 class Session:
     """Objects that the steps of a session work with; every rank has one of each."""
 
-    training: Training
+    training: TrainingRun
     """Model and optimizer on their mesh."""
     progress: Progress
     """Progress of the run when the session begins."""
@@ -103,7 +103,7 @@ def open_session(
         _check(config, loader, mesh)
         asked, memory = config.checkpoints, memory_folder(config.checkpoints, mesh)
         config = replace(config, checkpoints=going_on(asked, config.s3_upload, mesh))
-        (life := Together(hooks)).pre_init(config, mesh)
+        (life := HookList(hooks)).pre_init(config, mesh)
         training = build_training(config, mesh, model)
         check_conditions(training.checkpoints.conditions, mesh)
         life.post_init(training)

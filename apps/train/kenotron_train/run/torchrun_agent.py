@@ -11,7 +11,8 @@ import os
 import signal
 from pathlib import Path
 
-from kenotron_dist import resolve, torchrun_arguments
+from kenotron_dist import resolve
+from kenotron_dist.launch import torchrun_arguments
 
 _RESTARTS = "MAX_RESTARTS", "RESTART_COUNT"
 _LISTENS = "0A"

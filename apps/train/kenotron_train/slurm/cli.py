@@ -18,7 +18,7 @@ from kenotron_config import DEFAULT_CONFIG, credentials, dump_config, masked
 from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config
 from kenotron_train.log.printing import fail, say
-from kenotron_train.placement import placement_warning, ranks_of_job, ranks_on_nodes
+from kenotron_train.node_placement import placement_warning, ranks_of_job, ranks_on_nodes
 from kenotron_train.slurm.job import SlurmJob, script_of
 from kenotron_train.slurm.provenance import packages, provenance
 

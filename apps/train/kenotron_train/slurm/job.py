@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kenotron_config import ParallelismConfig
-from kenotron_train.placement import ranks_on_nodes, ranks_per_node
+from kenotron_train.node_placement import ranks_on_nodes, ranks_per_node
 from kenotron_train.slurm.durations import seconds_of
 
 TEMPLATE = Path(__file__).with_name("job.sbatch")

@@ -32,7 +32,7 @@ from kenotron_engine import (
     write_slices,
 )
 from kenotron_optim import Slices
-from kenotron_train.assemble import Training, build_training, data_plan
+from kenotron_train.assemble import TrainingRun, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_loader
 from kenotron_train.verify.shrink import on_one_process
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
@@ -123,7 +123,7 @@ def measure(
     return Measured(initial, steps, frozenset(layouts[path].name for path in still))
 
 
-def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -> ComparedStep:
+def _step(training: TrainingRun, batch: Batch, number: int, forced: Whole | None) -> ComparedStep:
     pieces: list[Piece] = []
     norms: list[float] = []
 

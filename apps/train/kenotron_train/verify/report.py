@@ -162,6 +162,7 @@ def _conclusion(verdict: Verdict) -> list[str]:
         lost = " and ".join(verdict.not_compared)
         passed = f"PASS: {layout} computes what one process computes"
         return [passed, f"{lost} of the config: not compared, see --ranks"] if lost else [passed]
+    # The tensors of the first failed check that has some: later ones follow from them.
     tensors = next((check for check in failed if check.departures), None)
     lines = [] if tensors is None else _departures(tensors, verdict.allowed)
     step = f"at step {failed[0].step}" if failed[0].step else "before the first step"

@@ -22,7 +22,7 @@ from kenotron_ckpt.folder import (
 from kenotron_ckpt.generation import SUPERSEDED, Generation
 from kenotron_ckpt.host_copies import HostCopies
 from kenotron_ckpt.host_saver import HostSaver
-from kenotron_ckpt.hosts import Hosts, hosts_of
+from kenotron_ckpt.hosts import hosts_of
 from kenotron_ckpt.index import Manifest, Record, seal_of
 from kenotron_ckpt.loading import (
     NoCheckpoint,
@@ -36,11 +36,11 @@ from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
 from kenotron_ckpt.remote import FsspecStore, is_url
-from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune, remove_steps
 from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_ckpt.safetensors_file import TensorSize, write_safetensors
 from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
+from kenotron_ckpt.save_report import SaveFailed, SaveReport
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 from kenotron_ckpt.store import LocalStore, Location, Store, store_at
@@ -57,7 +57,6 @@ __all__ = [
     "Generation",
     "HostCopies",
     "HostSaver",
-    "Hosts",
     "LATEST",
     "LOCK",
     "Loaded",

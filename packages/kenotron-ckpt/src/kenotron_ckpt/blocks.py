@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box, GridView, ViewOf, local_boxes, local_shape
-from kenotron_dist.boxes import replica_index, replicas, view_of
+from kenotron_dist import GridView, ViewOf
+from kenotron_dist.boxes import Box, local_boxes, local_shape, replica_index, replicas, view_of
 from kenotron_dist.placement import TensorLayout
 
 Tensors = Mapping[str, tuple[Tensor, TensorLayout]]

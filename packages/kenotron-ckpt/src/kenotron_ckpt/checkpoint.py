@@ -120,6 +120,7 @@ class Checkpoint:
             OSError: without ``verify``, when a file cannot be read.
         """
         mesh, manifest = self._mesh, self.manifest
+        # All ranks learn of every problem here, before any of them changes a tensor.
         problems, missing = _union_each(mesh, lambda: _problems(manifest, wanted, mesh, strict))
         if problems:
             raise ValueError("\n  ".join([f"cannot load {self.store}:", *problems]))
@@ -133,9 +134,11 @@ class Checkpoint:
                 f"cannot load {self.store}: none of the {len(missing)} names that are wanted is "
                 f"among its {len(manifest.records)} records"
             )
+        # Not strict: the caller keeps some tensors, so damage must be found before any is filled.
         if verify and not strict:
             self._raise(self.verify(set(loaded).__contains__))
         self._fetched(read.piece for read in reads)
+        # Otherwise bytes are read once: they are hashed while they fill their tensors.
         if verify and not self._verified.issuperset(loaded):
             self._fill_verified(reads, rest)
             self._verified.update(loaded)

@@ -22,9 +22,9 @@ from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.host_copies import HostCopies
 from kenotron_ckpt.index import Manifest
-from kenotron_ckpt.job import failure_of
-from kenotron_ckpt.report import SaveOutcomes, SaveReport
 from kenotron_ckpt.retention import remove_checkpoint
+from kenotron_ckpt.save_job import failure_of
+from kenotron_ckpt.save_report import SaveOutcomes, SaveReport
 from kenotron_ckpt.saver import PATIENCE_WITH_RANKS, POOL_BYTES
 from kenotron_ckpt.saving import write_share
 from kenotron_ckpt.share import FILE_BYTES, WritePlan, check_state, manifest_of, stem_of
@@ -40,7 +40,7 @@ Write = Callable[[], dict[str, Any]]
 
 
 @dataclass(eq=False)
-class _Job:
+class _BackgroundSave:
     """A save that a thread makes."""
 
     store: LocalStore
@@ -89,7 +89,7 @@ class HostSaver:
         self._background = background_mesh(self.mesh) if background else None
         self._begin_thread = set_device(self.mesh.device)
         self._outcomes = SaveOutcomes("report")
-        self._job: _Job | None = None
+        self._job: _BackgroundSave | None = None
 
     def save(
         self, step: int, tensors: Tensors, state: Mapping[str, Any], config_text: str | None = None
@@ -103,7 +103,7 @@ class HostSaver:
         begun = time.perf_counter()
         self.finish()
         store = LocalStore(self.copies.folder / str(step))
-        job = _Job(store, begun, waited=time.perf_counter() - begun)
+        job = _BackgroundSave(store, begun, waited=time.perf_counter() - begun)
         if self._background is None:
             self._save_now(job, tensors, state, config_text)
         else:
@@ -146,12 +146,14 @@ class HostSaver:
         elif self._job is not None and self._job.thread is not None:
             self._job.thread.join(PATIENCE_WITH_RANKS)  # the other ranks may be gone
 
-    def _checked(self, job: _Job, tensors: Tensors, state: Mapping[str, Any]) -> WritePlan:
+    def _checked(
+        self, job: _BackgroundSave, tensors: Tensors, state: Mapping[str, Any]
+    ) -> WritePlan:
         check_state(int(job.store.name), state, None)
         return self._plans.plan(tensors)
 
     def _save_now(
-        self, job: _Job, tensors: Tensors, state: Mapping[str, Any], config: str | None
+        self, job: _BackgroundSave, tensors: Tensors, state: Mapping[str, Any], config: str | None
     ) -> None:
         plan = on_all(self.mesh, lambda: self._checked(job, tensors, state))
         write = partial(write_share, job.store, stem_of(self.mesh, ""), plan)
@@ -164,7 +166,7 @@ class HostSaver:
 
     def _begin(
         self,
-        job: _Job,
+        job: _BackgroundSave,
         background: Mesh,
         tensors: Tensors,
         state: Mapping[str, Any],
@@ -197,7 +199,7 @@ class HostSaver:
             job.snapshot.wait(urgent)
         self._job, job.blocked = job, time.perf_counter() - job.begun
 
-    def _hear(self, job: _Job) -> None:
+    def _hear(self, job: _BackgroundSave) -> None:
         """Note how a save ended."""
         self._job = None
         self._outcomes.add(
@@ -209,7 +211,12 @@ class HostSaver:
         )  # fmt: skip
 
     def _store(
-        self, mesh: Mesh, job: _Job, write: Write, state: Mapping[str, Any], config: str | None
+        self,
+        mesh: Mesh,
+        job: _BackgroundSave,
+        write: Write,
+        state: Mapping[str, Any],
+        config: str | None,
     ) -> None:
         """Store a step on this host and the next one, and remove earlier steps.
 

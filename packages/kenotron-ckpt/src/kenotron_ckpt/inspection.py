@@ -69,6 +69,7 @@ def render(data: Mapping[str, Any]) -> str:
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in data["records"]:
         rows.setdefault(row["kind"], []).append(row)
+    # Optimizer state with one tensor for each weight would repeat the tree of the weights.
     weights = {(row["module"], tuple(row["shape"])) for row in rows.get("weights", [])}
     for kind, group in sorted(rows.items(), key=lambda item: (item[0] != "weights", item[0])):
         dtypes = sorted({row["dtype"] for row in group})
@@ -172,6 +173,7 @@ Line = tuple[str, str, str, str, str]
 
 
 def _table(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    # Names cut at their dots become a tree, whose lines are then set in columns of equal width.
     root = _Node()
     for row in rows:
         node = root
@@ -206,6 +208,7 @@ def _tree(node: _Node, depth: int) -> Iterator[Line]:
 def _alike(children: Mapping[str, _Node]) -> Iterator[tuple[str, _Node]]:
     """Children and labels; equal numbered children are one line, and so is a chain of modules."""
     named = sorted(children.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1)
+    # Neighbours with consecutive numbers and equal contents (layers) are collected in one run.
     runs: list[tuple[list[str], _Node]] = []
     for name, child in named:
         if runs and _continues(runs[-1], name, child):

@@ -12,10 +12,10 @@ from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import JobThread, SaveJob, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
-from kenotron_ckpt.report import Pace, SaveOutcomes, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
+from kenotron_ckpt.save_job import JobThread, SaveJob, decline, failure_of
+from kenotron_ckpt.save_report import Pace, SaveOutcomes, SaveReport
 from kenotron_ckpt.saving import save_and_report
 from kenotron_ckpt.share import FILE_BYTES, WritePlan, check_positive, check_state
 from kenotron_ckpt.share_plans import SharePlans

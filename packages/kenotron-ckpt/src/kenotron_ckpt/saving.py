@@ -14,7 +14,7 @@ from kenotron_ckpt.folder import CONFIG, MANIFEST, manifest_at
 from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.protocol import SaveMoment, passed
-from kenotron_ckpt.report import SaveReport
+from kenotron_ckpt.save_report import SaveReport
 from kenotron_ckpt.share import (
     FILE_BYTES,
     WritePlan,

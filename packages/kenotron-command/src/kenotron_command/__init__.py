@@ -13,7 +13,7 @@ from kenotron_command.frame import (
     framed,
     printable,
 )
-from kenotron_command.layout import LAYOUT, add_layout, layout_sizes
+from kenotron_command.layout_flags import LAYOUT, add_layout, layout_sizes
 from kenotron_command.owner_file import TAKEN, OwnerFile, refused
 from kenotron_command.word import GROUP, Word, called, installed_words
 

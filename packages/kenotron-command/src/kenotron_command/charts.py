@@ -110,6 +110,7 @@ def heat_map(title: str, x_title: str, rows: Sequence[tuple[str, Points]], low: 
         rows: name and points of each, at least one point.
         low: the figure that has no shade, as have those below.
     """
+    # A shade spans from the point before to its own; the first begins one usual distance earlier.
     ends = [x for _, points in rows for x, _ in points]
     most = max(len(points) for _, points in rows)
     first = min(ends) - ((max(ends) - min(ends)) / (most - 1) if max(ends) > min(ends) else 1)
@@ -173,6 +174,7 @@ def picture(title: str, chart: Chart) -> str:
         chart(figure.subplots())
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     text = written.getvalue()
+    # Leave out what is of a file only, show names as tooltips, and take the colour of the page.
     for part in (r"\A.*?(?=<svg)", "<metadata>.*?</metadata>", "<style.*?</style>"):
         text = re.sub(part, "", text, count=1, flags=re.DOTALL)
     text = re.sub(r'<g id="(curve|shade): (.*?)">', r'<g class="\1"><title>\2</title>', text)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kenotron_config.adapter_section import AdapterConfig
 from kenotron_config.init_sections import RandomInitConfig, SpectralMupInitConfig
 from kenotron_config.sections import GeneralConfig, ModelConfig
-from kenotron_models import AdapterSpec, linear_parts, targeted
+from kenotron_models.adapters import AdapterSpec, linear_parts, targeted
 
 
 def adapter_of(model: ModelConfig) -> AdapterSpec | None:

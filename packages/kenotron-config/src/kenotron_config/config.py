@@ -32,7 +32,8 @@ from kenotron_data.config import (
     SFTDatasetsConfig,
     domain_section,
 )
-from kenotron_models import AdapterSpec, DecoderSpec, Multipliers, ParameterScale
+from kenotron_models import DecoderSpec, Multipliers, ParameterScale
+from kenotron_models.adapters import AdapterSpec
 from kenotron_optim import OptimizerConfig
 
 

@@ -46,6 +46,7 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
         if name in data and data[name] is None:
             del data[name]
     _datasets(data, report)
+    # A file may have the markers of several families: next to a true one, false ones are left out.
     model = data.get("model")
     sizes = model.get("model_config") if isinstance(model, dict) else None
     if isinstance(sizes, dict):
@@ -126,6 +127,7 @@ def _parallelism(data: dict[str, Any], report: Report) -> None:
     section = data["parallelism"]
     if not isinstance(section, dict):
         return
+    # Both spellings may be given where they agree.
     rest = {name: value for name, value in section.items() if name not in _AXES}
     for old, name in _AXES.items():
         if old in section and rest.setdefault(name, section[old]) != section[old]:

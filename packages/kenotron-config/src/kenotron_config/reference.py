@@ -72,6 +72,7 @@ def field_docs(kind: type) -> dict[str, str]:
     for each in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
         assert isinstance(tree, ast.ClassDef)
+        # A field's documentation is the string below it, which Python itself does not keep.
         for node, after in zip(tree.body, tree.body[1:], strict=False):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
@@ -90,6 +91,7 @@ def _sections(path: str, hint: Any) -> Iterator[str]:
         base = next((b for b in form.__mro__[1:] if b in forms), None)
         title = f"`{path}`" if len(forms) == 1 else f"`{path}`: {_called(form)}"
         yield f"## {title}\n\n{_about(form)}\n{_table(path, form, base)}"
+    # Sections inside come after all forms of this key; a form repeats none of its base's.
     for form in forms:
         base = next((b for b in form.__mro__[1:] if b in forms), None)
         inherited = set() if base is None else {each.name for each in fields(base)}

@@ -11,14 +11,9 @@ import torch
 from kenotron_config import Config, Device, ParallelismConfig
 from kenotron_dist import MeshConfig
 from kenotron_engine import CPMode, way_of
-from kenotron_models import (
-    AdapterSpec,
-    DecoderSpec,
-    TransformersBlock,
-    TransformersSpec,
-    transformers_blocks,
-    virtual_shards,
-)
+from kenotron_models import DecoderSpec, TransformersSpec, virtual_shards
+from kenotron_models.adapters import AdapterSpec
+from kenotron_models.block_costs import TransformersBlock, transformers_blocks
 from kenotron_models.layers import BlockSpec
 from kenotron_optim import OptimizerConfig, SampleLeaves
 

@@ -183,6 +183,8 @@ def legal_layouts(
     engines: dict[int, list[Engine]] = {}
     for pp, cp, tp in _factors(ranks, 3):
         rows = ranks // (pp * cp * tp)
+        # What is left of the ranks is dp; ep takes its ranks from dp, cp and tp, so it must divide
+        # them.
         layouts = [
             PlannedLayout(rows, pp, cp, tp, ep, zero=int(rows * cp > 1))
             for ep in divisors(experts)
@@ -199,6 +201,8 @@ def legal_layouts(
             except ValueError as error:
                 refused.add(error)
                 continue
+            # Whether an order of the pipeline is legal follows from the number of stages: asked
+            # once.
             if pp not in engines:
                 engines[pp] = [*_engines(config, layout, refused)]
             yield from _variants(config, first, layout, engines[pp])
@@ -261,6 +265,7 @@ def nearest_legal(config: Config, ranks: int) -> int | None:
             for dp, pp, cp, tp in found
         )  # fmt: skip
 
+    # From N outwards; of two numbers that are equally near, the smaller one first.
     near = (each for off in range(1, ranks) for each in (ranks - off, ranks + off))
     return next(filter(has_one, near), None)
 

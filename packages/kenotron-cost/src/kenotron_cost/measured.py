@@ -15,12 +15,11 @@ import torch
 
 from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.stage_tensors import PlannedStage, StageTensors, T
-from kenotron_models import (
+from kenotron_models import Recompute, TransformersSpec
+from kenotron_models.block_costs import (
     KernelWork,
     MetaMicroBatch,
-    Recompute,
     TransformersBlock,
-    TransformersSpec,
     block_kernels,
     kept_bytes,
     norm_bytes,

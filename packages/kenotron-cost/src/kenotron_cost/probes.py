@@ -21,7 +21,8 @@ from kenotron_dist import (
     broadcast_object,
     reduce_scatter,
 )
-from kenotron_models import Build, Context, Kernels
+from kenotron_models import Build, Context
+from kenotron_models.block_costs import Kernels
 from kenotron_models.families import LlamaConfig
 from kenotron_models.layers import Block
 from kenotron_tp import matmul

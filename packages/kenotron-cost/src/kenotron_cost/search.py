@@ -122,6 +122,9 @@ class Planner:
         check_objective(objective)
         groups, tried = self._groups(legal)
         best, near = dict[tuple, Estimate](), list[tuple[float, int, tuple]]()
+        # Groups come in the order of their least time. One above the limit is passed over; if its
+        # grid has no layout among the best, the limit is that of the last of them, and no later one
+        # can help.
         for number, (bound, layout, plan, again) in enumerate(groups):
             if objective != "memory":
                 limit = _limit(best, layout, objective)[0]
@@ -135,6 +138,8 @@ class Planner:
                     seconds = bound + self.timed.after(candidate, again)
                     if _cost(seconds, layout, objective) > limits[0]:
                         continue
+                # Memory is the costly number, so it comes last. What does not fit is kept for the
+                # case that nothing does.
                 memory = self.memory(candidate, again)
                 if memory.total > self.room:
                     near = sorted([*near, (memory.total, number, (named, candidate, again))])[:BEST]
@@ -144,6 +149,7 @@ class Planner:
                         best[layout.grid] = new
                         ordered = sorted(best.items(), key=lambda each: _key(each[1], objective))
                         best = dict(ordered[:BEST])
+        # Only the best are simulated with every micro-batch.
         chosen = [(each.layout, each.plan, each.again) for each in best.values()]
         exact = [self.estimate(*each) for each in chosen or [each for *_, each in near]]
         order: Objective = objective if chosen else "memory"

@@ -21,10 +21,10 @@ from kenotron_models import (
     LayerStack,
     Recompute,
     TransformersSpec,
-    adapt,
     build_decoder,
     layer_costs,
 )
+from kenotron_models.adapters import adapt
 from kenotron_optim import Held, slice_ranks
 from kenotron_pp import Action, NamedLayers, Schedule, Stages, peak_live, rank_actions
 

@@ -11,7 +11,8 @@ import kenotron_optim as optim
 from kenotron_cost.cost_plan import CostPlan, mesh_sizes
 from kenotron_dist import MeshConfig
 from kenotron_dist.placement import TensorLayout, named_parameters
-from kenotron_models import expert_parameters, parameter_count
+from kenotron_models import parameter_count
+from kenotron_models.block_costs import expert_parameters
 from kenotron_optim import Held, OptimizerConfig
 
 OFFLOADED = ("fp32 masters", "optimizer", "weight averages")

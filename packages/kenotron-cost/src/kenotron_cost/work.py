@@ -10,7 +10,8 @@ from functools import cached_property, partial
 from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.machine_file import Machine
 from kenotron_cost.measured import MeasuredModel
-from kenotron_models import KernelWork, Recompute, TransformersBlock, block_flops
+from kenotron_models import Recompute
+from kenotron_models.block_costs import KernelWork, TransformersBlock, block_flops
 
 BACKWARD_OF_ATTENTION = 2.5
 """Operations of attention's backward for one of its forward: scores are computed again."""

@@ -41,7 +41,7 @@ AROUND_KERNELS = frozenset({"sinks"})
 """Fields of ``Scoring`` that are applied to the result of any kernel."""
 
 
-class _Run(NamedTuple):
+class _AttentionRun(NamedTuple):
     """Options of an attention once each rank has the heads that it computes."""
 
     p: Problem
@@ -74,7 +74,7 @@ class _Run(NamedTuple):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: _Run
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: _AttentionRun
     ) -> Tensor:
         q = q.transpose(1, 2).contiguous()
         if sinks is not None and sinks.ndim > 1:
@@ -160,7 +160,7 @@ def attend(
     kernel = _kernel(kernel, q, v, scoring)
     p = Problem(sight.over(cut), axis.rank, kernel, scoring, q.shape[-1], copies)
     if axis.size > 1 and way != "ulysses":
-        return _Attend.apply(q, k, v, scoring.sinks, _Run(p, axis, way, stride))
+        return _Attend.apply(q, k, v, scoring.sinks, _AttentionRun(p, axis, way, stride))
     return _whole_sequence(q, k, v, axis, p)
 
 
@@ -174,12 +174,12 @@ def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> 
         missing = (0, 0, 0, 0, 0, alone.padded - cut.sequence)
         padded = (pad(x, missing) for x in (q, k, v))
         sinks = pad(sinks, missing[2:]) if of_queries else sinks
-        run = _Run(p, axis, "ring", 1)
+        run = _AttentionRun(p, axis, "ring", 1)
         return _Attend.apply(*padded, sinks, run)[:, : cut.sequence]
     check_heads(q.shape[2], k.shape[2] * p.copies, axis)
     heads = q.shape[2] // axis.size
     own = p.scoring.of_heads(axis.rank * heads, (axis.rank + 1) * heads)
-    run = _Run(replace(p, scoring=own, copies=1), Axis.solo(axis.name), "ring", 1)
+    run = _AttentionRun(replace(p, scoring=own, copies=1), Axis.solo(axis.name), "ring", 1)
     whole = to_heads(q, k, v, axis, cut, p.copies)
     sinks = sinks_to_heads(sinks, axis, cut) if of_queries else own.sinks
     return to_tokens(_Attend.apply(*whole, sinks, run), axis, cut)

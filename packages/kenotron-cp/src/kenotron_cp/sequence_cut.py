@@ -14,7 +14,7 @@ from kenotron_cp.layout import Cut, Layout
 from kenotron_dist import Axis, all_gather
 
 
-class _Cut(torch.autograd.Function):
+class _CutSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, cut: Cut, fill: float) -> Tensor:
         ctx.made = axis, dim, cut
@@ -26,7 +26,7 @@ class _Cut(torch.autograd.Function):
         return _whole(grads[0], axis, dim, cut), None, None, None, None
 
 
-class _Join(torch.autograd.Function):
+class _JoinSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
         ctx.made = axis, dim, cut
@@ -58,7 +58,7 @@ def cut_sequence(
         every rank gets the gradient of the whole tensor.
     """
     cut = Cut(x.shape[dim], axis.size, layout)
-    return x if axis.size == 1 else _Cut.apply(x, axis, dim, cut, fill)
+    return x if axis.size == 1 else _CutSequence.apply(x, axis, dim, cut, fill)
 
 
 def join_sequence(
@@ -88,7 +88,7 @@ def join_sequence(
             f"{axis.size} {axis.name} ranks are {cut.local} a rank: give the tensor as "
             "cut_sequence cut it, and the same layout"
         )
-    return x if axis.size == 1 else _Join.apply(x, axis, dim, cut)
+    return x if axis.size == 1 else _JoinSequence.apply(x, axis, dim, cut)
 
 
 def _own(x: Tensor, rank: int, dim: int, cut: Cut, fill: float) -> Tensor:

@@ -91,6 +91,8 @@ class Visibility:
         first = torch.zeros(self.rows, length, dtype=torch.int64, device="cpu")
         if self.documents is not None:
             ids = self.documents.cpu().view(-1, self.sequence)
+            # Where a document begins its own position is noted, else 0: the running maximum is the
+            # start of the document that each position is in. A position of padding sees nothing.
             new = torch.ones_like(ids, dtype=torch.bool)
             new[:, 1:] = ids[:, 1:] != ids[:, :-1]
             here = places[: self.sequence]
@@ -136,6 +138,8 @@ class BlockTable:
         """Blocks of each strip."""
         every = [block for blocks in self.blocks for block in blocks]
         first = sight.first(cut.padded)
+        # First visible positions do not decrease: the least of a block is at its first token, the
+        # greatest at its last; over rows, the extremes are kept.
         low = first.amin(0)[[block.begin for block in every]].tolist()
         high = first.amax(0)[[block.end - 1 for block in every]].tolist()
         self._low, self._high = (dict(zip(every, values, strict=True)) for values in (low, high))

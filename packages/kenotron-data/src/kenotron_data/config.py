@@ -130,7 +130,7 @@ class NanosetDatasetsConfig:
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = [*_names("dataset_folder", self.dataset_folder, "folder", _weight)]
-        if not found:
+        if not found:  # lists are compared with the folders
             found += self._lists()
         if self.tokenizer_name is not None and not self.tokenizer_name:
             found.append("tokenizer_name: '' was given; name a tokenizer, or null")

@@ -20,7 +20,7 @@ Task = tuple[Int64Array, Int64Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reader:
+class _RowReader:
     """Reads the rows of a batch; all that a worker needs."""
 
     dataset: Dataset
@@ -31,10 +31,10 @@ class _Reader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Making:
+class _BatchMaker:
     """Everything a batch follows from; threads hold this and not the loader."""
 
-    reader: _Reader
+    reader: _RowReader
     split: RowSplit
     seed: int
     stage: int
@@ -112,8 +112,8 @@ class Loader(Iterator[Batch]):
             raise ValueError(f"prefetch must be 0 or more batches, but {prefetch} was given")
         if workers:
             check_workers(workers, worker_kind)
-        self._making = _Making(
-            reader=_Reader(dataset=dataset, vocab_size=vocab_size),
+        self._making = _BatchMaker(
+            reader=_RowReader(dataset=dataset, vocab_size=vocab_size),
             split=RowSplit(
                 micro_batch_size=micro_batch_size,
                 microbatches=microbatches,
@@ -154,6 +154,7 @@ class Loader(Iterator[Batch]):
         try:
             batch = next(self._ahead)
         except BaseException:
+            # What works ahead is past the batch that failed: it begins again at the cursor.
             self._stop()
             raise
         self._consumed += self.global_batch
@@ -164,6 +165,8 @@ class Loader(Iterator[Batch]):
         making, work = self._making, self._making.tasks(self._consumed)
         if not self._prefetch or not self._workers:
             return map(making.make, work)
+        # Processes read rows only, so that no more than the reader is pickled; batches are shaped
+        # here.
         if self._kind == "process":
             depth = max(self._prefetch, self._workers)
             return _Shaped(
@@ -200,7 +203,7 @@ class Loader(Iterator[Batch]):
 class _Shaped(Iterator[Batch]):
     """Batches of rows that other processes read: small, so little goes through the pipes."""
 
-    def __init__(self, making: _Making, rows: WorkedAhead[Task, tuple[Task, Rows]]) -> None:
+    def __init__(self, making: _BatchMaker, rows: WorkedAhead[Task, tuple[Task, Rows]]) -> None:
         self._making, self._rows = making, rows
 
     def __next__(self) -> Batch:

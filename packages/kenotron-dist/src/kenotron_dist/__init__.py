@@ -2,7 +2,6 @@
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.background_mesh import background_mesh
-from kenotron_dist.boxes import Box, GradientSum, gradient_sums, local_boxes, local_shape
 from kenotron_dist.collectives import (
     all_gather,
     all_reduce,
@@ -22,7 +21,7 @@ from kenotron_dist.grid import DATA_AXES, coords_of
 from kenotron_dist.grid_view import GridView, ViewOf, views_of
 from kenotron_dist.handle import Handle, settle
 from kenotron_dist.inplace_collectives import gather_pieces, gather_rows, sum_rows
-from kenotron_dist.launch import from_env, tell_launcher
+from kenotron_dist.launch import from_env
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.objects import broadcast_object, gather_objects
 from kenotron_dist.page_locked import page_locked
@@ -36,14 +35,11 @@ from kenotron_dist.spawn import spawn
 from kenotron_dist.start import explained, first_cause, first_to_say, start
 from kenotron_dist.store_messages import StoreMessages
 from kenotron_dist.sum_tree import tree_sum, wide_tree_sum
-from kenotron_dist.torchrun_arguments import torchrun_arguments
 
 __all__ = [
     "Axis",
-    "Box",
     "DATA_AXES",
     "DeferredGradients",
-    "GradientSum",
     "GridView",
     "Handle",
     "MATRICES",
@@ -79,12 +75,9 @@ __all__ = [
     "gather_pieces",
     "gather_rows",
     "gpu_problem",
-    "gradient_sums",
     "host_numbers",
     "leave",
     "listening",
-    "local_boxes",
-    "local_shape",
     "named_roles",
     "page_locked",
     "receive",
@@ -98,9 +91,7 @@ __all__ = [
     "start",
     "sum_gradients",
     "sum_rows",
-    "tell_launcher",
     "to_device",
-    "torchrun_arguments",
     "tree_sum",
     "wide_tree_sum",
     "usable_cores",

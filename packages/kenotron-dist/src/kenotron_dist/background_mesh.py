@@ -6,8 +6,8 @@ import torch
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.grid import AXES
-from kenotron_dist.groups import make_group
 from kenotron_dist.mesh import Mesh
+from kenotron_dist.process_groups import make_group
 
 
 def background_mesh(mesh: Mesh) -> Mesh:

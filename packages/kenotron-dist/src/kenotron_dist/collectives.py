@@ -50,10 +50,13 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
     if axis.size == 1:
         return _done(axis, x, async_op)
     x = x.detach()
+    # Maxima and minima do not depend on an order, and NCCL keeps its own sums.
     if op != "sum" or axis.backend != "gloo":
         out = x.clone(memory_format=torch.contiguous_format)
         flight = start(axis, "all_reduce", x, dist.all_reduce, out, _OPS[op], how=op)
         return _deliver(Handle(flight, out), async_op)
+    # Large tensors: each rank sums a piece, so that 2 (n - 1) / n of the tensor leaves a rank, and
+    # not n - 1 times the tensor, as below.
     if axis.size > 2 and x.numel() > _SMALL:
         return _deliver(_two_rounds(x, x.contiguous().view(-1), axis), async_op)
     flight, parts = _start_pieces(x, [x.contiguous()] * axis.size, axis)
@@ -62,6 +65,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
 
 def _two_rounds(x: Tensor, flat: Tensor, axis: Axis) -> Handle:
     """Each rank sums its own piece, then the sums are gathered."""
+    # Pieces are equally long; the last one is filled up with zeros.
     piece = -(-flat.numel() // axis.size)
     padded = flat
     if piece * axis.size != flat.numel():
@@ -142,6 +146,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) 
     first = x.detach().movedim(dim, 0).contiguous()
     part = (first.shape[0] // axis.size, *first.shape[1:])
     if axis.backend == "gloo":
+        # Every rank gets all addends of its part, and adds them up in the order of the tree.
         rows = first.new_empty(axis.size, *part)
         sent = first.view(-1)
         flight = start(axis, "reduce_scatter", x, dist.all_to_all_single, rows.view(-1), sent)

@@ -29,7 +29,7 @@ class Work(Mark, Protocol):
         ...
 
 
-class _Together:
+class _SeveralWorks:
     """Several works as one."""
 
     def __init__(self, works: Sequence[dist.Work | None]) -> None:
@@ -188,7 +188,7 @@ def start_exchange(
     ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     call: Callable[[], Work] = partial(_exchange, full, axis, axis.tag + ticket.number % _LAPS)
     if _shapes_only(axis, x):
-        call = partial(_Together, ())
+        call = partial(_SeveralWorks, ())
     if pulse.listeners:
         pulse.announce(of_exchange(axis, ticket, x, how, sent, received))
     work = pulse.wait(ticket, call)
@@ -210,7 +210,7 @@ def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:
 
 def _exchange(
     calls: list[tuple[Callable[..., dist.Work | None], Tensor, int]], axis: Axis, tag: int
-) -> _Together:
+) -> _SeveralWorks:
     group, places = axis.group, axis.places
     assert group is not None  # there is another rank
     works = []
@@ -227,4 +227,4 @@ def _exchange(
             with contextlib.suppress(RuntimeError):
                 group._end_coalescing(batch)
         raise
-    return _Together(works if batch is None else [group._end_coalescing(batch)])
+    return _SeveralWorks(works if batch is None else [group._end_coalescing(batch)])

@@ -167,7 +167,7 @@ def _block(name: str, shape: Shape, box: Box, seed: int, draw: Callable[..., Any
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _DrawnTile:
     index: tuple[int, int]
     shape: tuple[int, int]
 
@@ -177,7 +177,7 @@ _Slices = tuple[slice, slice]
 
 def _tiles(
     shape: tuple[int, int], start: tuple[int, int], extent: tuple[int, int]
-) -> Iterator[tuple[_Tile, _Slices, _Slices]]:
+) -> Iterator[tuple[_DrawnTile, _Slices, _Slices]]:
     """Tiles that touch a block of a matrix; where the overlap lies in the tile and the block."""
     ranges = [range(s // TILE, -(-(s + e) // TILE)) for s, e in zip(start, extent, strict=True)]
     for index in itertools.product(*ranges):
@@ -189,7 +189,7 @@ def _tiles(
             inside.append(slice(low - base, high - base))
             target.append(slice(low - s, high - s))
         yield (
-            _Tile((index[0], index[1]), (size[0], size[1])),
+            _DrawnTile((index[0], index[1]), (size[0], size[1])),
             (inside[0], inside[1]),
             (target[0], target[1]),
         )

@@ -34,6 +34,7 @@ from kenotron_dist.job_secret import SECRET, agree, check_secret, derive, read_s
 from kenotron_dist.launch_store import check_backend, open_store
 from kenotron_dist.rendezvous import SILENT, Meeting, leave_late
 from kenotron_dist.run_nonce import fresh_key
+from kenotron_dist.torchrun_arguments import torchrun_arguments
 
 __all__ = [
     "COLLECTIVES",
@@ -45,6 +46,7 @@ __all__ = [
     "restarts",
     "tell_launcher",
     "threads_of_rank",
+    "torchrun_arguments",
 ]
 
 DEBUG = "KENOTRON_DEBUG"

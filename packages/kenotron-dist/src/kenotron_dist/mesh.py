@@ -25,10 +25,10 @@ from kenotron_dist.grid import (
     ring_phases,
 )
 from kenotron_dist.grid_view import GridView, views_of
-from kenotron_dist.groups import Groups, refuse_bound_device, touch
 from kenotron_dist.in_flight import CallsInFlight
 from kenotron_dist.launch import COLLECTIVES, debugging
 from kenotron_dist.placement import TensorLayout
+from kenotron_dist.process_groups import Groups, refuse_bound_device, touch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

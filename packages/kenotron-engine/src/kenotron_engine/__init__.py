@@ -53,7 +53,7 @@ from kenotron_engine.objective import (
     token_losses,
 )
 from kenotron_engine.recompute_budget import StageLayers, recompute_within
-from kenotron_engine.scoring import Row, Score, score_rows
+from kenotron_engine.row_scores import Row, Score, score_rows
 from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
 from kenotron_engine.stages import stages_of
 from kenotron_engine.step import StepResult, gradient, training_step

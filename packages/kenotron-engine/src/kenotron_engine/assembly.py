@@ -19,8 +19,6 @@ from kenotron_models import (
     Context,
     LayerStack,
     TransformersLayer,
-    adapt,
-    adapter_init,
     build_decoder,
     compile_layers,
     layer_costs,
@@ -28,6 +26,7 @@ from kenotron_models import (
     standard_init,
     with_values,
 )
+from kenotron_models.adapters import adapt, adapter_init
 from kenotron_models.layers import Head
 from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
 from kenotron_tp import TPMode

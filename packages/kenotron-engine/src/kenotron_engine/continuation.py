@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kenotron_dist import gather_objects
 from kenotron_engine.model_on_mesh import ModelOnMesh
-from kenotron_engine.scoring import check_tokens
+from kenotron_engine.row_scores import check_tokens
 from kenotron_models import Context, Sampling, cache_problem, generate
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kenotron_data import Batch
-from kenotron_dist import Mesh, local_boxes
-from kenotron_dist.boxes import view_of
+from kenotron_dist import Mesh
+from kenotron_dist.boxes import local_boxes, view_of
 from kenotron_engine.assembly import Records
 from kenotron_engine.step import gradient
 from kenotron_engine.training import Training

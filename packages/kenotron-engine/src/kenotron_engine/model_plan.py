@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kenotron_engine.sequence import CPMode
-from kenotron_models import AdapterSpec, DecoderSpec, ParameterScale, Recompute, expert_layers
+from kenotron_models import DecoderSpec, ParameterScale, Recompute, expert_layers
+from kenotron_models.adapters import AdapterSpec
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 

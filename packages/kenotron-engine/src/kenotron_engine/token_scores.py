@@ -16,7 +16,7 @@ from kenotron_data import MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import token_losses
-from kenotron_engine.scoring import TOKENS_AT_A_TIME, Row, logits_of, read_rows
+from kenotron_engine.row_scores import TOKENS_AT_A_TIME, Row, logits_of, read_rows
 from kenotron_engine.sequence import NO_TARGET
 from kenotron_tp import join_tokens, likeliest_ids
 

@@ -4,8 +4,8 @@ from kenotron_ep.capacity import within_capacity
 from kenotron_ep.combining import combine, start_combine
 from kenotron_ep.dispatching import dispatch, start_dispatch
 from kenotron_ep.exchange import DispatchWay, Exchange, plan_exchange
+from kenotron_ep.exchange_in_flight import Pending
 from kenotron_ep.expert_layer import Compute, mix_experts
-from kenotron_ep.in_flight import Pending
 from kenotron_ep.traffic import ExchangeSize, ExchangeTraffic, exchange_traffic, planned_traffic
 
 __all__ = [

@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_dist import all_to_all
 from kenotron_ep.exchange import Exchange
-from kenotron_ep.in_flight import InFlight, Pending
+from kenotron_ep.exchange_in_flight import InFlight, Pending
 from kenotron_ep.row_table import add_rows, dot_rows, weighted_rows, widest
 
 
-class _Start(torch.autograd.Function):
+class _StartCombine(torch.autograd.Function):
     """Start returning results.
 
     ``rows`` and ``anchor`` are inputs without a gradient. Through them the backward pass reaches
@@ -42,7 +42,7 @@ class _Start(torch.autograd.Function):
         return ctx.exchange.grouping.by_expert(arrived), None, None, None, None
 
 
-class _Finish(torch.autograd.Function):
+class _FinishCombine(torch.autograd.Function):
     """Add results; backward starts sending their gradients."""
 
     @staticmethod
@@ -117,5 +117,5 @@ def start_combine(
         )
     flight = InFlight()
     anchor = torch.empty(0, requires_grad=weights_TK.requires_grad)
-    started = _Start.apply(y_RD, rows_RD, anchor, exchange, flight)
-    return Pending(lambda: _Finish.apply(started, weights_TK, exchange, flight))
+    started = _StartCombine.apply(y_RD, rows_RD, anchor, exchange, flight)
+    return Pending(lambda: _FinishCombine.apply(started, weights_TK, exchange, flight))

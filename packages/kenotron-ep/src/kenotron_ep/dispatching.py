@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kenotron_ep.exchange import Exchange
-from kenotron_ep.in_flight import InFlight, Pending
+from kenotron_ep.exchange_in_flight import InFlight, Pending
 from kenotron_ep.routes import RoutePair
 
 
-class _Start(torch.autograd.Function):
-    """Start sending tokens; the result, an empty tensor, only connects it with ``_Finish``."""
+class _StartDispatch(torch.autograd.Function):
+    """Start sending tokens; the result, an empty tensor, only leads to ``_FinishDispatch``."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, route: RoutePair, flight: InFlight) -> Tensor:
@@ -31,7 +31,7 @@ class _Start(torch.autograd.Function):
         return ctx.route.finish_backward(ctx.flight.wait()), None, None
 
 
-class _Finish(torch.autograd.Function):
+class _FinishDispatch(torch.autograd.Function):
     """Await tokens; backward starts returning their gradients."""
 
     @staticmethod
@@ -77,5 +77,5 @@ def start_dispatch(x_TD: Tensor, exchange: Exchange) -> Pending:
             f"with the {exchange.tokens} tokens of the plan"
         )
     route, flight = exchange.route, InFlight()
-    started = _Start.apply(x_TD, route, flight)
-    return Pending(lambda: _Finish.apply(started, route, flight))
+    started = _StartDispatch.apply(x_TD, route, flight)
+    return Pending(lambda: _FinishDispatch.apply(started, route, flight))

@@ -16,7 +16,7 @@ from kenotron_dist import Axis
 from kenotron_ep.combining import start_combine
 from kenotron_ep.dispatching import start_dispatch
 from kenotron_ep.exchange import DispatchWay, Exchange, plan_chunks
-from kenotron_ep.in_flight import Pending
+from kenotron_ep.exchange_in_flight import Pending
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """(rows (R, D) grouped by expert, counts int64 (e,)) -> results (R, any number of features); with

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, GridView, all_reduce, declare_roles, local_shape
+from kenotron_dist import Axis, GridView, all_reduce, declare_roles
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.placement import Chunk, Partial, Placements, Shard, TensorLayout
 from kenotron_models.adapter_spec import AdapterSpec, adapter_name
 from kenotron_models.adapter_stacks import attach_stack

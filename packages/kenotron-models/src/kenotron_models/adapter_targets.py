@@ -136,6 +136,8 @@ def _stack_name(path: str, known: Mapping[str, Whole]) -> str:
     if path not in known:
         return path
     names = [part.name for part in known[path].parts]
+    # Files have the matrices of each expert, ``experts.0.gate_proj``, and the model of transformers
+    # one stack, ``experts.gate_up_proj``.
     single = re.match(r"(.*\.experts)\.\d+\.", names[0])
     if single is None:
         return names[0]
@@ -148,6 +150,7 @@ def _role(stack: nn.Module, name: str) -> str:
     *parents, last = name.split(".")
     if "experts" in parents and "shared" not in ".".join(parents):
         return "experts"
+    # From the innermost module outwards: the class of a module says more than its name.
     for count in range(len(parents), 2, -1):
         path = ".".join(parents[:count])
         for word in (type(stack.get_submodule(path)).__name__, parents[count - 1]):

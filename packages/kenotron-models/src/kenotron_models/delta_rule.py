@@ -38,7 +38,7 @@ class Delta(NamedTuple):
     begins at 0. None: all do."""
 
 
-class _Chunks(NamedTuple):
+class _ChunkTerms(NamedTuple):
     """Rows in chunks, heads first: what no state is needed for."""
 
     q: Tensor
@@ -111,7 +111,7 @@ def _each(part: Tensor) -> tuple[Tensor, ...]:
     return part.unbind(2)
 
 
-def _chunks(x: Delta, chunk: int) -> _Chunks:
+def _chunks(x: Delta, chunk: int) -> _ChunkTerms:
     """Solve each chunk's triangular system; tokens that fill the last chunk change no state."""
     wide = torch.promote_types(x.k.dtype, torch.float32)
     size = min(chunk, x.k.shape[1])
@@ -138,7 +138,7 @@ def _chunks(x: Delta, chunk: int) -> _Chunks:
     changes, read = solved.split((v.shape[-1], k.shape[-1]), -1)
     scores = (q @ k.transpose(-1, -2)) * between
     starts, ends = since_begin.exp()[..., None], until_end.exp()[..., None]
-    return _Chunks(q * starts, scores, k * ends, changes, read, kept.exp()[..., None])
+    return _ChunkTerms(q * starts, scores, k * ends, changes, read, kept.exp()[..., None])
 
 
 def _cut(x: Tensor, size: int) -> Tensor:

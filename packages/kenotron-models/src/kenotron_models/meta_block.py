@@ -92,7 +92,7 @@ def _adapted(layer: nn.Module, batch: MetaMicroBatch, tp: Axis) -> nn.Module:
     return layer
 
 
-class _Attention(torch.autograd.Function):
+class _MetaAttention(torch.autograd.Function):
     """Stands for a fused kernel: it keeps its inputs, its output and a number a query and head."""
 
     @staticmethod
@@ -144,7 +144,7 @@ class OneKernel(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _Attention.apply(*args[:3])
+            return _MetaAttention.apply(*args[:3])
         if func is F.rms_norm and self._norms:
             return _Norm.apply(args[0], args[2] if len(args) > 2 else kwargs.get("weight"))
         if func in GROUPED and args[0].dtype != torch.bfloat16:

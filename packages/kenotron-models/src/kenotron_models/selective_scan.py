@@ -77,7 +77,7 @@ def selective_scan(
     return Scanned(*_Scan.apply(x, step, b, c, *constants, first, masks, chunk))
 
 
-class _Chunk(NamedTuple):
+class _ScannedChunk(NamedTuple):
     """One chunk in fp32, tokens first: (Q, R, ...)."""
 
     x: Tensor
@@ -149,7 +149,7 @@ class _Scan(torch.autograd.Function):
         return (*outs, *constants, of_state.mT, None, None)
 
 
-def _of_states(part: _Chunk, grad_y: Tensor, of_last: Tensor) -> tuple[Tensor, Tensor]:
+def _of_states(part: _ScannedChunk, grad_y: Tensor, of_last: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of a chunk's states (Q, R, N, C), and of the one before them (R, N, C)."""
     g = grad_y[:, :, None] * part.c[..., None]
     g[-1] += of_last
@@ -160,7 +160,7 @@ def _of_states(part: _Chunk, grad_y: Tensor, of_last: Tensor) -> tuple[Tensor, T
 
 
 def _of_inputs(
-    part: _Chunk,
+    part: _ScannedChunk,
     grad_y: Tensor,
     of_states: tuple[Tensor, Tensor],
     given: Any,
@@ -200,7 +200,7 @@ def spans_of(length: int, size: int) -> list[slice]:
     return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
 
-def _chunk(given: Any, span: slice) -> _Chunk:
+def _chunk(given: Any, span: slice) -> _ScannedChunk:
     """Inputs of one chunk, and the factors of its states."""
     x, step, b, c, a, _, bias, _, (goes_on, real), _ = given
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -214,10 +214,10 @@ def _chunk(given: Any, span: slice) -> _Chunk:
     factor = (d[:, :, None] * a).exp_()
     if goes_on is not None:
         factor *= goes_on[:, span].t()[..., None, None]
-    return _Chunk(parts[0], raw, d, parts[2], parts[3], a, factor, real)
+    return _ScannedChunk(parts[0], raw, d, parts[2], parts[3], a, factor, real)
 
 
-def _states(part: _Chunk, begin: Tensor) -> Tensor:
+def _states(part: _ScannedChunk, begin: Tensor) -> Tensor:
     """States after each token (Q, R, N, C)."""
     states = (part.d * part.x)[:, :, None] * part.b[..., None]
     if not states.is_meta:  # there nothing is computed: a loop would only take time

@@ -72,10 +72,10 @@ def structured_scan(
     if first is None:
         first = x.new_zeros(len(x), *x.shape[2:], b.shape[-1], dtype=wide)
     how = Masks(goes_on, real), limits, chunk
-    return Scanned(*_Chunks.apply(how, x, step, b, c, *constants, first))
+    return Scanned(*_ChunkedScan.apply(how, x, step, b, c, *constants, first))
 
 
-class _Chunks(torch.autograd.Function):
+class _ChunkedScan(torch.autograd.Function):
     """Keeps inputs and the states where chunks begin; each chunk's graph lives while it is used."""
 
     @staticmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box
+from kenotron_dist.boxes import Box
 from kenotron_dist.init import uniform_block
 from kenotron_dist.placement import TensorLayout
 

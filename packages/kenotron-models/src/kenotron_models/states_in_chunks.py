@@ -79,7 +79,7 @@ def states_in_chunks(
             got = [_summed(own, inside, values) for own, inside, values in triples]
         else:
             shards = zip(*given, strict=True)
-            made = [_Exchange.apply(asked.of_pieces, segments, *chunks) for chunks in shards]
+            made = [_ExchangeStates.apply(asked.of_pieces, segments, *chunks) for chunks in shards]
             got = [*zip(*made, strict=True)]
         found = [
             [run.send(x) for run, x in zip(own, answers, strict=True)]
@@ -138,7 +138,7 @@ def _states_before(
     return torch.stack(states_before(every, state, factor, apply))
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeStates(torch.autograd.Function):
     """Exchange over chunks of all ranks: each sends (P, ...), and reads (P, ...) made of all."""
 
     @staticmethod

@@ -40,7 +40,7 @@ _Token = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask of transformers: (row, head, query, key) -> True where it is seen."""
 
 
-class _Rows(NamedTuple):
+class _CurrentRows(NamedTuple):
     """The micro-batch that layers compute."""
 
     context: Context
@@ -48,13 +48,13 @@ class _Rows(NamedTuple):
     """A token sees its own document only."""
 
 
-_rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
+_rows: ContextVar[_CurrentRows | None] = ContextVar("rows", default=None)
 
 
 @contextmanager
 def attending(context: Context, documents: bool) -> Iterator[None]:
     """Give the attention of all layers called inside the micro-batch that they compute."""
-    before = _rows.set(_Rows(context, documents))
+    before = _rows.set(_CurrentRows(context, documents))
     try:
         yield
     finally:

@@ -59,7 +59,7 @@ class TransformersLayer(nn.Module):
         return None
 
 
-class _Outside(TransformersLayer):
+class _OutsideLayers(TransformersLayer):
     """Modules before or after the layers of a model."""
 
     def __init__(self, skeleton: Skeleton, modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -77,7 +77,7 @@ class _Outside(TransformersLayer):
         self.skeleton.fill_buffers(device)
 
 
-class EmbeddingEntry(_Outside):
+class EmbeddingEntry(_OutsideLayers):
     """Tokens (T,) -> hidden features (T, D), and sums of no layers where they are wanted."""
 
     balance: BalanceLoss | None = None
@@ -91,7 +91,7 @@ class EmbeddingEntry(_Outside):
         return x, self.balance.zeros(x.device)
 
 
-class HeadEntry(AddsBalance, _Outside):
+class HeadEntry(AddsBalance, _OutsideLayers):
     """Hidden features (T, D) -> logits (T, V/t): the last norm and the product with the head."""
 
     def forward(self, x: Tensor | Summed, context: Context) -> Tensor:

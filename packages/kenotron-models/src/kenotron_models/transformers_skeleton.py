@@ -66,7 +66,7 @@ class _Standin(nn.Module):
             return getattr(self.__dict__["_of"][0], name)
 
 
-class _Recorder(_Standin):
+class _CallRecorder(_Standin):
     """Stands in the place of a layer."""
 
     def __init__(self, layer: nn.Module, results: int) -> None:
@@ -129,7 +129,7 @@ class Skeleton:
     ) -> None:
         self.model, self.base, self.documents = model, base_of(model), documents
         self.masks_documents = documents and not attends_here(model)
-        self.recorders = [_Recorder(layer, results) for layer in layers.children()]
+        self.recorders = [_CallRecorder(layer, results) for layer in layers.children()]
         model.set_submodule(path_of(model, layers), nn.ModuleList(self.recorders))
         self.stubs = {name: _Stub(model.get_submodule(name)) for name in before}
         self._filled: torch.device | None = None

@@ -38,12 +38,12 @@ class ChunkOrder(NamedTuple):
 
 def split_chunks(x: Tensor, count: int) -> tuple[Tensor, ...]:
     """Return the chunks (n, ...) of x (T, ...), in storage of their own; ``count``: k."""
-    return _Split.apply(x, count)
+    return _SplitChunks.apply(x, count)
 
 
 def join_chunks(parts: Sequence[Tensor]) -> Tensor:
     """Return all tokens (T, ...) of chunks (n, ...); gradients have storage of their own."""
-    return _Join.apply(*parts)
+    return _JoinChunks.apply(*parts)
 
 
 def in_order(parts: Sequence[Tensor], how: ChunkOrder) -> Tensor:
@@ -135,7 +135,7 @@ def chunk_order(context: Context) -> ChunkOrder:
     return context.once("order of chunks", make)
 
 
-class _Split(torch.autograd.Function):
+class _SplitChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
         return _apart(x, count, 0)
@@ -145,7 +145,7 @@ class _Split(torch.autograd.Function):
         return torch.cat(grads), None
 
 
-class _Join(torch.autograd.Function):
+class _JoinChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.count = len(parts)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kenotron_dist import Axis
 from kenotron_models.block import BlockSpec
-from kenotron_models.memory import storages_of
+from kenotron_models.block_memory import storages_of
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.part import Part
 from kenotron_models.transformers_block import TransformersBlock

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from kenotron_dist import Axis, Mesh, gather_objects, local_shape
+from kenotron_dist import Axis, Mesh, gather_objects
+from kenotron_dist.boxes import local_shape
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.partition import Bucket
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Box, Mesh, all_gather, all_reduce, local_boxes, reduce_scatter
-from kenotron_dist.boxes import norm_weight, view_of
+from kenotron_dist import Axis, Mesh, all_gather, all_reduce, reduce_scatter
+from kenotron_dist.boxes import Box, local_boxes, norm_weight, view_of
 from kenotron_dist.gradients import coefficient_of, scale_to_norm
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator, Slices

@@ -62,7 +62,7 @@ def compact_state(
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _MasterBlock:
     """A block of a master with fp32 state, as the optimizer sees it."""
 
     master: Tensor
@@ -123,7 +123,7 @@ class CompactState:
 
     def _pieces(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
-    ) -> Iterator[_Piece]:
+    ) -> Iterator[_MasterBlock]:
         """Cut the masters of a group where blocks of their parameters begin."""
         for master in group["params"]:
             fresh, start, count = master not in optimizer.state, 0, master.numel()
@@ -134,11 +134,15 @@ class CompactState:
                 stop = min(count, start + BLOCK - place)
                 leaf = master.detach().view(-1)[start:stop]
                 leaf.grad = master.grad.view(-1)[start:stop]
-                yield _Piece(master, leaf, slice(start, stop), place, block, fresh)
+                yield _MasterBlock(master, leaf, slice(start, stop), place, block, fresh)
                 start = stop
 
     def _round(
-        self, optimizer: torch.optim.Optimizer, piece: _Piece, number: int, noise: Tensor | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        piece: _MasterBlock,
+        number: int,
+        noise: Tensor | None,
     ) -> None:
         """Keep what an update left of a piece's state."""
         assert noise is not None
@@ -192,7 +196,7 @@ def _is_moment(kind: str, entry: Any, leaf: Tensor) -> bool:
     return isinstance(entry, Tensor) and entry.shape == leaf.shape and kind != "step"
 
 
-def _widen(optimizer: torch.optim.Optimizer, piece: _Piece) -> None:
+def _widen(optimizer: torch.optim.Optimizer, piece: _MasterBlock) -> None:
     """Give the optimizer fp32 state of a piece; none where its master has none."""
     if piece.is_fresh:
         return
@@ -204,9 +208,9 @@ def _widen(optimizer: torch.optim.Optimizer, piece: _Piece) -> None:
             wide[kind] = entry.clone() if isinstance(entry, Tensor) else entry
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[Sequence[_Piece]]:
+def _batches(pieces: Iterable[_MasterBlock]) -> Iterator[Sequence[_MasterBlock]]:
     """Join pieces into batches of at most ``BLOCK`` elements; a longer one is alone."""
-    batch: list[_Piece] = []
+    batch: list[_MasterBlock] = []
     filled = 0
     for piece in pieces:
         if batch and filled + piece.leaf.numel() > BLOCK:

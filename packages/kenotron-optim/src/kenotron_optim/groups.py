@@ -186,6 +186,7 @@ def _first_matches(
             raise ValueError(
                 f"no parameter has the role {rule.role!r}, {purpose}: the model's have {there}"
             )
+        # The first rule that matches a name counts; a rule with no name left is a mistake.
         fresh = [name for name in matched if name not in factors]
         if not fresh:
             raise ValueError(

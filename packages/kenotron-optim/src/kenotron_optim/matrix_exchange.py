@@ -18,8 +18,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box, GridView, Handle, all_to_all, local_boxes, views_of
-from kenotron_dist.boxes import replica_index, view_of
+from kenotron_dist import GridView, Handle, all_to_all, views_of
+from kenotron_dist.boxes import Box, local_boxes, replica_index, view_of
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.muon import flops_of, orthogonalize, scale_of
@@ -32,7 +32,7 @@ ROUND = 1 << 24
 
 
 @dataclass(frozen=True)
-class _Block:
+class _HeldBlock:
     """A part of a matrix that a rank holds."""
 
     piece: Piece
@@ -68,7 +68,7 @@ class MatrixExchange:
         self.parts = parts
         self._axis = accumulator.mesh["dp", "cp", "tp"]
         self._spans = {span.name: span for _, span in accumulator.spans()}
-        self._found: dict[tuple[MatrixPart, int, bool], list[_Block]] = {}
+        self._found: dict[tuple[MatrixPart, int, bool], list[_HeldBlock]] = {}
         self._views = [views_of(accumulator.mesh.config, rank) for rank in self._axis.ranks]
         own = [part for name in sorted(parts.keys() & self._spans) for part in parts[name]]
         loads = [0] * self._axis.size
@@ -175,21 +175,23 @@ class MatrixExchange:
         flat = torch.cat([none, *(block for each in rows for block in each)])
         return all_to_all(flat, self._axis, counts, receive, async_op=True)
 
-    def _view(self, masters: Mapping[Piece, Tensor], block: _Block, *, gradient: bool) -> Tensor:
+    def _view(
+        self, masters: Mapping[Piece, Tensor], block: _HeldBlock, *, gradient: bool
+    ) -> Tensor:
         master = masters[block.piece]
         tensor = master.grad if gradient else master
         assert tensor is not None  # every master has one in an update
         view = self._accumulator.mesh.view(block.layout)
         return view_of(tensor.detach(), block.layout, view, block.box)
 
-    def _blocks(self, part: MatrixPart, rank: int, *, sends: bool = False) -> list[_Block]:
+    def _blocks(self, part: MatrixPart, rank: int, *, sends: bool = False) -> list[_HeldBlock]:
         """List a stage rank's parts of a matrix; with ``sends`` of replicas only the first."""
         key = part, rank, sends
         if key not in self._found:
             self._found[key] = list(self._find_blocks(part, rank, sends=sends))
         return self._found[key]
 
-    def _find_blocks(self, part: MatrixPart, rank: int, *, sends: bool) -> Iterator[_Block]:
+    def _find_blocks(self, part: MatrixPart, rank: int, *, sends: bool) -> Iterator[_HeldBlock]:
         layout = self._accumulator.layouts[part.name]
         view = self._views[rank](layout)
         size = self._accumulator.axis_of(part.name).size
@@ -199,7 +201,7 @@ class MatrixExchange:
             for box in local_boxes(piece, view):
                 overlap = _overlap(box, part)
                 if overlap is not None and not (sends and not _is_first(piece, view, overlap)):
-                    yield _Block((part.name, data), piece, overlap)
+                    yield _HeldBlock((part.name, data), piece, overlap)
 
 
 def _rounds(parts: Sequence[MatrixPart], ranks: int) -> list[list[MatrixPart]]:

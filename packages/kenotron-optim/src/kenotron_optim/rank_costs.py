@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from torch import Tensor, nn
 
-from kenotron_dist import MeshConfig, gradient_sums, views_of
+from kenotron_dist import MeshConfig, views_of
+from kenotron_dist.boxes import gradient_sums
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import OptimizerConfig
 from kenotron_optim.muon_params import matrix_parts

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Box, Mesh, broadcast, gradient_sums, tree_sum
+from kenotron_dist import Axis, Mesh, broadcast, tree_sum
+from kenotron_dist.boxes import Box, gradient_sums
 from kenotron_dist.gradients import sum_views
 from kenotron_dist.placement import TensorLayout
 
@@ -23,7 +24,7 @@ Write = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
-class _Tied:
+class _TiedGradient:
     """One tied tensor: who contributes, in the order of the sum."""
 
     layout: TensorLayout
@@ -91,7 +92,7 @@ class GradientSync:
                 write(tied.layout.name, _sum_owners(tied, read))
 
 
-def _ties(whole: Mapping[str, TensorLayout], mesh: Mesh) -> list[_Tied]:
+def _ties(whole: Mapping[str, TensorLayout], mesh: Mesh) -> list[_TiedGradient]:
     """Tied tensors this stage owns. All ranks make all groups, in the order of the names."""
     found = []
     tied = {layout.name: layout for layout in whole.values() if len(layout.owners) > 1}
@@ -101,11 +102,11 @@ def _ties(whole: Mapping[str, TensorLayout], mesh: Mesh) -> list[_Tied]:
             continue
         at = [layout.stages.index(stage) for stage in layout.owner_stages]
         owners = tuple(zip(layout.owners, at, strict=True))
-        found.append(_Tied(layout, owners, axis))
+        found.append(_TiedGradient(layout, owners, axis))
     return found
 
 
-def _sum_owners(tied: _Tied, read: Read) -> Tensor:
+def _sum_owners(tied: _TiedGradient, read: Read) -> Tensor:
     """Sum over owners in the order of their names, the same additions on every layout."""
     own = {path: read(path, tied.layout) for path, at in tied.owners if at == tied.axis.rank}
     like = next(iter(own.values()))

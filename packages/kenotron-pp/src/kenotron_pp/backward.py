@@ -94,7 +94,7 @@ class SplitBackward:
             ValueError: reentrant checkpointing.
         """
         ends = [get_gradient_edge(x) for x in inputs]
-        graph = _Graph(
+        graph = _BackwardGraph(
             roots, [*(end.node for end in ends), *(get_gradient_edge(x).node for x in marks)]
         )
         joins, at_once = self._sort(graph)
@@ -122,7 +122,7 @@ class SplitBackward:
             self._free(graph.active - graph.ends - {join for join, _ in joins})
         return found[: len(ends)], WeightPart(parts, deferred)
 
-    def _sort(self, graph: _Graph) -> tuple[list[tuple[Node, list[Node]]], list[Node]]:
+    def _sort(self, graph: _BackwardGraph) -> tuple[list[tuple[Node, list[Node]]], list[Node]]:
         """Joins with the leaves that are theirs alone, and leaves to be dealt with at once."""
         place: dict[Node, Node | None] = {}
         compiled = any(type(node).__name__ == _COMPILED for node in graph.children)
@@ -181,10 +181,10 @@ def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
 
 def refuse_reentrant(roots: Sequence[GradientEdge]) -> None:
     """Raise ValueError when a layer uses reentrant checkpointing, which fires hooks twice."""
-    _Graph(roots, ())
+    _BackwardGraph(roots, ())
 
 
-class _Graph:
+class _BackwardGraph:
     """The nodes below some roots, read once."""
 
     def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[Node]) -> None:

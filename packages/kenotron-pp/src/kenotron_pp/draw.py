@@ -127,7 +127,7 @@ def _of(trace: Trace, rank: int) -> list[Event]:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _TimeAxis:
     """Positions at which moments are drawn, in columns of the shortest action."""
 
     at: dict[float, float]
@@ -143,7 +143,7 @@ class _Axis:
         return math.floor(self.at[time] + 0.5 + 1e-9)  # halves go up, whatever their last bit
 
 
-def _axis(trace: Trace) -> _Axis:
+def _axis(trace: Trace) -> _TimeAxis:
     drawn = [event for event in trace.timeline if event.end > event.start]
     lengths = [event.end - event.start for event in drawn]
     shortest, longest = min(lengths, default=1.0), max(lengths, default=1.0)
@@ -166,7 +166,7 @@ def _axis(trace: Trace) -> _Axis:
     if empty:
         counted = ", ".join(f"{count} {kind}" for kind, count in sorted(empty.items()))
         notes.append(f"not drawn, for they take no time: {counted}")
-    return _Axis(at, x, unit if to_scale else None, notes)
+    return _TimeAxis(at, x, unit if to_scale else None, notes)
 
 
 def _colour(event: Event, chunks: int) -> tuple[int, ...]:

@@ -153,6 +153,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    # Forwards until the first backward can arrive, then in turn, then the backwards that are left.
     warm_up = min(ranks - 1 - rank, microbatches)
     actions = [Action("F", i) for i in range(warm_up)]
     for i in range(warm_up, microbatches):
@@ -161,12 +162,16 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    # Groups of at least ``ranks`` micro-batches, where there are as many: a group passes through
+    # all chunks before the next one begins.
     count = max(microbatches // ranks, 1)
     least, more = divmod(microbatches, count)
     starts = [g * least + min(g, more) for g in range(count + 1)]
     groups = [range(a, b) for a, b in pairwise(starts)]
     down = [Action("F", i, c) for group in groups for c in range(chunks) for i in group]
     up = [Action("B", i, c) for group in groups for c in reversed(range(chunks)) for i in group]
+    # Forwards until this rank's first backward can arrive: the first group's in all chunks but the
+    # last, and two for each later rank.
     warm_up = min(2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[0]), len(down))
     actions = down[:warm_up]
     for forward, backward in zip(down[warm_up:], up, strict=False):

@@ -138,6 +138,9 @@ def _of_head(
     if shards > 1:
         loss, z = virtual_losses(rows, weight, labels, how, shards)
         return (loss, z) if times is None else (loss.sum() * times, z.sum() * times)
+    # Logits exist for some tokens at a time. Single losses do not know their gradients yet: their
+    # backward computes logits again. A sum has one gradient, so its forward makes those of x
+    # and weight.
     if times is None:
         return token_losses(rows, weight, labels, how)
     return summed_losses(rows, weight, labels, how, times)

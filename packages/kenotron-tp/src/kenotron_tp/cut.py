@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, GridView, local_shape
-from kenotron_dist.boxes import scatter
+from kenotron_dist import Axis, GridView
+from kenotron_dist.boxes import local_shape, scatter
 from kenotron_dist.placement import Placements, Shard, TensorLayout
 
 Cut = TypeVar("Cut", bound=nn.Module)

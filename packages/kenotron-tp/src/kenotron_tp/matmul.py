@@ -46,7 +46,7 @@ class How(NamedTuple):
     """Queue that the weight's gradient is put off to."""
 
 
-class _Call(NamedTuple):
+class _ProductCall(NamedTuple):
     how: How
     parameter: nn.Parameter
     """The weight as the layer has it; the product may get a copy of another dtype (autocast)."""
@@ -69,7 +69,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, how: How | Non
     x, local, bias = cast_for_autocast(x, weight, bias)
     if how.axis.size == 1 and how.queue is None and not _taken(parameter):
         return project(x, local, bias)
-    call = _Call(how, parameter, math.prod(how.lead))
+    call = _ProductCall(how, parameter, math.prod(how.lead))
     function = _ColumnProduct if how.cut == "column" else _RowProduct
     y = function.apply(x.reshape(-1, x.shape[-1]), local, bias, call)
     return y.view(*how.lead, y.shape[-1])
@@ -77,7 +77,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, how: How | Non
 
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _ProductCall
+    ) -> Tensor:
         how = call.how
         if not how.sequence:
             kept = x
@@ -127,7 +129,9 @@ def _start_input_gradient(dy: Tensor, weight: Tensor, how: How, n: int) -> Handl
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _ProductCall
+    ) -> Tensor:
         how = call.how
         w, axis = weight.t(), how.axis
         ctx.save_for_backward(x, weight)
@@ -164,7 +168,7 @@ class _RowProduct(torch.autograd.Function):
 
 
 def _weight_gradient(
-    dy: Tensor, x: Tensor, call: _Call, node: Node, transfer: Handle | None = None
+    dy: Tensor, x: Tensor, call: _ProductCall, node: Node, transfer: Handle | None = None
 ) -> Tensor | None:
     """dy^T x (O, I), or None when it is deferred or added up elsewhere.
 

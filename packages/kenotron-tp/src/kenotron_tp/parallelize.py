@@ -61,7 +61,7 @@ from kenotron_tp.planned_parameters import cut_named_parameter, parameter_proble
 
 
 @dataclass(frozen=True)
-class _Tied:
+class _TiedParameter:
     """A parameter that several modules have."""
 
     name: str
@@ -122,6 +122,7 @@ def parallelize(
     problems += attention_problems(module, named, axis.size)
     problems += unsaid_problems(module, named) if strict else []
     problems += [line for tie in tied for line in _tie_problems(module, tie, named)]
+    # All problems are found before anything is changed.
     if problems:
         raise ValueError("\n  ".join(["the plan cannot be followed:", *_grouped(problems)]))
     for path, each in named.items():
@@ -181,20 +182,20 @@ def _declare(owner: nn.Module, name: str, more: Placement) -> None:
     setattr(owner, "placements", declared)  # noqa: B010 (a module's own attributes are typed)
 
 
-def _tied_parameters(module: nn.Module) -> list[_Tied]:
+def _tied_parameters(module: nn.Module) -> list[_TiedParameter]:
     found: dict[int, list[tuple[str, str]]] = {}
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 found.setdefault(id(parameter), []).append((path, name))
     return [
-        _Tied(".".join(filter(None, owners[0])), tuple(owners))
+        _TiedParameter(".".join(filter(None, owners[0])), tuple(owners))
         for owners in found.values()
         if len(owners) > 1
     ]
 
 
-def _tie_problems(module: nn.Module, tie: _Tied, named: Mapping[str, Named]) -> list[str]:
+def _tie_problems(module: nn.Module, tie: _TiedParameter, named: Mapping[str, Named]) -> list[str]:
     """Owners that are cut in different ways, or of which some are not cut."""
     ways: set[int | None] = set()
     for path, _ in tie.owners:
@@ -210,8 +211,10 @@ def _tie_problems(module: nn.Module, tie: _Tied, named: Mapping[str, Named]) -> 
     ]
 
 
-def _tie_again(module: nn.Module, tie: _Tied) -> None:
+def _tie_again(module: nn.Module, tie: _TiedParameter) -> None:
     """Give each owner a Parameter of its own over one storage, and declare what they are."""
+    # Layers were cut one by one, each into a copy: all owners get the storage of the first one
+    # again.
     (first, name), *others = tie.owners
     whole = module.get_submodule(first)._parameters[name]
     assert whole is not None

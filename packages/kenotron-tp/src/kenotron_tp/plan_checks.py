@@ -56,6 +56,8 @@ def attention_problems(module: nn.Module, named: Mapping[str, Named], ranks: int
         out = features_of(layer)[1]
         parent, _, last = path.rpartition(".")
         width = head_width(module.get_submodule(parent))
+        # Its rows are those of several matrices, one below the other: equal cuts would deal whole
+        # matrices to some ranks.
         if _FUSED.fullmatch(last):
             problems.append(
                 f"{path}: colwise does not say how its pieces lie in its "
@@ -129,6 +131,8 @@ def latent_problems(module: nn.Module, named: Mapping[str, Named]) -> list[str]:
 def unsaid_problems(module: nn.Module, named: Mapping[str, Named]) -> list[str]:
     """Tensors and numbers next to a layer with cut output that the plan does not name."""
     problems: list[str] = []
+    # A parent of a cut layer sees a part of the features: its tensors may need a cut, too, and
+    # numbers that its code reads may count what is now a part.
     for parent, layers in cut_parents(named).items():
         owner = module.get_submodule(parent)
         for name, kind in _tensors(owner):

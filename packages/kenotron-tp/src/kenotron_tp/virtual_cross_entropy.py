@@ -32,7 +32,7 @@ _CHUNK = 1024
 """Tokens at a time: the same on every layout, or products would have other shapes."""
 
 
-class _Shard(NamedTuple):
+class _VocabularyShard(NamedTuple):
     """A virtual rank's part of the vocabulary."""
 
     weight: Tensor
@@ -99,13 +99,13 @@ class _VirtualLosses(torch.autograd.Function):
         return dx, dw.to(weight.dtype), None, None, None
 
 
-def _own_shards(weight: Tensor, terms: Terms, shards: int) -> list[_Shard]:
+def _own_shards(weight: Tensor, terms: Terms, shards: int) -> list[_VocabularyShard]:
     """Return this rank's virtual shards of the output layer."""
     count, ranks = shards // terms.axis.size, tuple(range(shards))
     first = terms.axis.rank * count
     parts = shards_of(weight.detach(), 0, [OwnChunk(len(weight))], count, terms.axis)
     return [
-        _Shard(part, terms._replace(axis=Axis(terms.axis.name, first + i, ranks)))
+        _VocabularyShard(part, terms._replace(axis=Axis(terms.axis.name, first + i, ranks)))
         for i, part in enumerate(parts)
     ]
 
@@ -114,14 +114,19 @@ def _slices(x: Tensor, how: Chunked) -> list[slice]:
     return [slice(start, start + how.chunk) for start in range(0, max(len(x), 1), how.chunk)]
 
 
-def _read(x: Tensor, labels: Tensor, shard: _Shard, how: Chunked) -> Tensor:
+def _read(x: Tensor, labels: Tensor, shard: _VocabularyShard, how: Chunked) -> Tensor:
     """Return the statistics (5, T) of a virtual shard's logits."""
     logits = capped_logits(product(x, shard.weight.t()), how.cap)
     return local_statistics(logits, labels, shard.terms)
 
 
 def _logits_gradient(
-    x: Tensor, labels: Tensor, of: SoftmaxStatistics, grad: Tensor, shard: _Shard, how: Chunked
+    x: Tensor,
+    labels: Tensor,
+    of: SoftmaxStatistics,
+    grad: Tensor,
+    shard: _VocabularyShard,
+    how: Chunked,
 ) -> Tensor:
     """Return the gradient of a virtual shard's logits (T, V/n)."""
     logits = capped_logits(product(x, shard.weight.t()), how.cap)

@@ -44,7 +44,7 @@ def shards_of(
         count: k.
         axis: tp.
     """
-    return _Cut.apply(weight, dim, tuple(chunks), count, axis)
+    return _CutWeight.apply(weight, dim, tuple(chunks), count, axis)
 
 
 def to_shards(x: Tensor, count: int, axis: Axis) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ def sum_of_shards(parts: Sequence[Tensor], axis: Axis) -> Tensor:
     return tree_sum(all_gather(own[None], axis)).to(dtype)
 
 
-class _Cut(torch.autograd.Function):
+class _CutWeight(torch.autograd.Function):
     """Copies, so that storage begins where kernels want it, whatever the number of ranks."""
 
     @staticmethod

@@ -24,6 +24,7 @@ from kenotron_models.families.qwen3_next import Qwen3NextConfig
 from kenotron_models.families.smollm3 import SmolLM3Config
 from kenotron_models.families.starcoder2 import Starcoder2Config
 from kenotron_models.families.transformers_config import TransformersConfig
+from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 
 __all__ = [
     "DeepseekV3Config",
@@ -52,4 +53,7 @@ __all__ = [
     "SmolLM3Config",
     "Starcoder2Config",
     "TransformersConfig",
+    "router_shapes",
+    "upcycled_config",
+    "upcycled_name",
 ]

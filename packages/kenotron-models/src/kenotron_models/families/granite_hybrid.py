@@ -131,6 +131,8 @@ class GraniteHybridConfig(RoutingKeys, HybridKeys, OutputBiasKeys, LlamaKeys):
         )
         mixers = self.by_letter({"M": mamba, "*": attention})
         spec = self.decoder_of(mixers, self._feed_forwards())
+        # Four multipliers: attention's is in its spec above, the others are of blocks, of the
+        # embedding and of the logits.
         scale = self.residual_multiplier
         return replace(
             spec,

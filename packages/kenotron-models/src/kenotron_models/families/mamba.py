@@ -165,6 +165,7 @@ class MambaModelConfig(StateSpaceKeys):
             **placed(ssm, "mamba") | placed(self, "mamba") | own,
             steps=FirstSteps(ssm.dt_min, ssm.dt_max, ssm.dt_init_floor),
         )
+        # The kind is that of the norms of blocks; the last norm is made by ``_decoder``.
         kind: Any = "rms_norm" if self.rms_norm else "layer_norm"
         norm = NormSpec(kind=kind, eps=self.rms_norm_eps)
         block = BlockSpec(mixer=mixer, feed_forward=None, norm=norm)

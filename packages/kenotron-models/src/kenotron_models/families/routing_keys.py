@@ -170,6 +170,7 @@ class SigmoidRoutingKeys(RoutingKeys):
         found, groups, top = super().problems(), self.n_group, self.topk_group
         if top > groups:
             found.append(f"topk_group: {top} was given; it must not be above n_group ({groups})")
+        # A token chooses groups first, then experts in them.
         inside = top * (self.n_routed_experts // groups)
         if self.num_experts_per_tok > inside:
             found.append(
@@ -181,6 +182,8 @@ class SigmoidRoutingKeys(RoutingKeys):
     def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the groups of a narrow copy; one of them has the experts of a token."""
         found, factor = super().small_keys(sizes), self.expert_capacity_factor
+        # Fewer experts in fewer groups: groups must divide them, and one must have enough for a
+        # token.
         number = _few(sizes, self.n_routed_experts)
         groups = math.gcd(number, min(self.n_group, 4))
         each = min(found["num_experts_per_tok"], number // groups)

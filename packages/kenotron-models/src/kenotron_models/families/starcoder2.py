@@ -171,6 +171,7 @@ class Starcoder2Config(KeyTable):
             bias=True,
         )
         norm = NormSpec(kind="layer_norm", eps=self.layer_norm_epsilon)
+        # Blocks differ only in the window of their attention.
         full, window = self.global_attn_layers, self.sliding_window_size
         mixers = windowed(mixer, window, full, self.num_hidden_layers)
         return DecoderSpec(

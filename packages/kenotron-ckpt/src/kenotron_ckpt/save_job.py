@@ -15,7 +15,7 @@ from typing import Any
 
 from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.preparing import prepare
-from kenotron_ckpt.report import SaveReport
+from kenotron_ckpt.save_report import SaveReport
 from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import WritePlan, commit_shares, stem_of
 from kenotron_ckpt.snapshot import Snapshot

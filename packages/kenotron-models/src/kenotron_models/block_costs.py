@@ -1,0 +1,25 @@
+"""Costs of a block for planners: operations, memory and messages, counted or measured on meta."""
+
+from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
+from kenotron_models.block_memory import kept_bytes, norm_bytes
+from kenotron_models.communication import sent_bytes, sequence_bytes
+from kenotron_models.flops import block_flops, expert_parameters
+from kenotron_models.meta_block import MetaMicroBatch
+from kenotron_models.transformers_block import TransformersBlock, transformers_blocks
+from kenotron_models.working_memory import working_bytes
+
+__all__ = [
+    "KernelWork",
+    "Kernels",
+    "MetaMicroBatch",
+    "TransformersBlock",
+    "block_flops",
+    "block_kernels",
+    "expert_parameters",
+    "kept_bytes",
+    "norm_bytes",
+    "sent_bytes",
+    "sequence_bytes",
+    "transformers_blocks",
+    "working_bytes",
+]
