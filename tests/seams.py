@@ -17,6 +17,7 @@ SPECIMENS = {
     "a loss (multi-token prediction's, FurtherToken)": r"\bFurtherToken\b",
     "a loss (DoReMi's, DomainObjective)": r"\bDomainObjective\b",
     "a change of attention's scores (soft cap, Scoring.cap)": r"\bscoring\.cap\b",
+    "a family (SmolLM3)": r"\b(SmolLM3\w*|smollm3)\b",
     "an optimizer (Muon, its config)": r"\bMuonConfig\b",
     "a policy of the step (SpikeGuard)": r"\bSpikeGuard\b",
     "a tracker (Weights & Biases)": r"\bimport wandb\b|\"wandb\"",
@@ -60,11 +61,33 @@ def area_of(name: str) -> str:
     return areas.get(folder, "training road")
 
 
+def exported_names(source: str) -> set[str]:
+    """List the names in `__all__`."""
+    return {
+        name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    }
+
+
+def of_rooms(texts: Mapping[Path, str]) -> Iterator[str]:
+    """Say the lines, files and names in ``__all__`` of every package and app."""
+    rooms = [path.relative_to(ROOT).parts[:2] for path in texts]
+    for room in dict.fromkeys(rooms):
+        folder = ROOT.joinpath(*room)
+        own = {path: text for path, text in texts.items() if path.is_relative_to(folder)}
+        shortest = min(own, key=lambda path: (path.name != "__init__.py", len(path.parts)))
+        lines = sum(text.count("\n") for text in own.values())
+        public = len(exported_names(own[shortest]))
+        yield f"  {'/'.join(room)}: {lines} lines, {len(own)} files, {public} public names"
+
+
 def main() -> None:
     """Print the table."""
     texts = {path: path.read_text(encoding="utf-8") for path in sources()}
     lines = sum(text.count("\n") for text in texts.values())
-    print(f"source: {lines} lines, {len(texts)} files")
+    print(f"source: {lines} lines, {len(texts)} files", *of_rooms(texts), sep="\n")
     for name, pattern in SPECIMENS.items():
         files = named_in(pattern, texts)
         print(f"{name}: {len(files)} files: {', '.join(files)}")

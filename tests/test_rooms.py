@@ -18,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from seams import SPECIMENS, area_of, config_takers, named_in, sources
+from seams import SPECIMENS, area_of, config_takers, exported_names, named_in, sources
 
 ROOT = Path(__file__).parent.parent
 Rule = Callable[[str, str], list[str]]
@@ -441,16 +441,6 @@ def anatomy(path: str, source: str) -> list[str]:
 
 
 Public = dict[str, set[str]]
-
-
-def exported_names(source: str) -> set[str]:
-    """List the names in `__all__`."""
-    return {
-        name
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        for name in ast.literal_eval(node.value)
-    }
 
 
 def public_names(root: Path) -> Public:
