@@ -50,6 +50,15 @@ CASES: dict[str, dict[str, object]] = {
     "hybrid": {"model.model_config": NEMOTRON},
     "hybrid, experts": {"model.model_config": QWEN3_NEXT},
     "ep 2": {"model.model_config": EXPERTS, "parallelism.dp": 2, "parallelism.ep": 2},
+    "ep 2, wide experts": {
+        "model.model_config": EXPERTS
+        | {"moe_config": EXPERTS["moe_config"] | {"num_experts": 8, "moe_intermediate_size": 384}},
+        "parallelism.dp": 2,
+        "parallelism.ep": 2,
+        "tokens.micro_batch_size": 1,
+        "tokens.sequence_length": 64,
+        "optimizer.zero_stage": 2,
+    },
     "dense, AdamW of several kernels": {
         "optimizer.optimizer_factory.torch_adam_is_fused": "false",
         "model.model_config": LLAMA | {"hidden_size": 128, "vocab_size": 8192},

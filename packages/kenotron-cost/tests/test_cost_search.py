@@ -28,6 +28,7 @@ from kenotron_cost.state_bytes import state_of_rank
 from kenotron_models.block_costs import kept_bytes
 
 EVERY = tuple(SEARCH_KEYS)
+TWO = "parallelism.dp=2", "parallelism.expert_parallel_size=2"
 
 
 def legal(config, search, devices=2):
@@ -73,21 +74,21 @@ def test_offloaded_state_takes_no_memory_of_a_device_and_more_time():
 
 
 def test_an_uneven_load_is_that_of_as_many_more_choices():
-    config = configured(EXPERTS, "model.dtype=float32")
+    config = configured(EXPERTS, "model.dtype=float32", *TWO)
     plan = cost_plan(config)
     measured = MeasuredModel(plan, imbalance=2.0)
     block, given = measured.of_kind[0][0], measured._batch(plan, 0, "none", plan.micro_batch_size)
     experts = block.feed_forward
     twice = replace(experts, router=replace(experts.router, top_k=2 * experts.router.top_k))
-    want = kept_bytes(replace(block, feed_forward=twice), *given)
+    want = kept_bytes(replace(block, feed_forward=twice), *given, ep=2)
     rows = MeasuredModel(plan, exact=True, imbalance=2.0).kept(plan, 0, "none")
     assert rows == pytest.approx(want, rel=0.01)
     assert want > 1.1 * MeasuredModel(plan, exact=True).kept(plan, 0, "none")
 
 
 def test_an_uneven_load_takes_memory_and_time_of_experts_alone():
-    for model, grows in ((EXPERTS, True), (LLAMA, False)):
-        config = configured(model)
+    for model, keys, grows in ((EXPERTS, TWO, True), (EXPERTS, (), False), (LLAMA, (), False)):
+        config = configured(model, *keys)
         even, uneven = (
             plan_of_run(config, H100, 80e9, None, imbalance=factor).own for factor in (1.0, 1.5)
         )
@@ -122,8 +123,9 @@ def test_a_search_measures_a_block_once_for_each_way_of_cutting_it(monkeypatch):
     tps, tokens = {tp for tp, *_ in cut}, {(tp, row) for tp, row, _ in cut}
     cuts, ways = len(tps) + len({(tp, ep) for tp, _, ep in cut}), len(RECOMPUTES)
     assert len({*calls["kernels"]}) == ways * cuts  # only experts are cut over ep
-    assert len({*calls["kept"]}) == len(calls["kept"]) == 2 * ways * len(tokens)
-    assert len({*calls["working"]}) == 2 * 2 * ways * len(tokens)  # of one row and of two
+    blocks = len(tokens) + len(cut)
+    assert len({*calls["kept"]}) == len(calls["kept"]) == ways * blocks
+    assert len({*calls["working"]}) == 2 * ways * blocks  # of one row and of two
     assert len({*calls["actions"]}) == len(calls["actions"]) < len(found)
     before = {name: len(each) for name, each in calls.items()}
     planner.search(found)

@@ -65,13 +65,12 @@ def real_bytes(
     residual: torch.dtype | None = None,
 ) -> int:
     """What is alive after a forward of a block that computes on this rank."""
-    layer = Block(
-        block, width, Build(mesh["tp"], mode, device="cpu", dtype=dtype), recompute=recompute
-    )
+    build = Build(mesh["tp"], mode, ep=mesh["ep"], device="cpu", dtype=dtype)
+    layer = Block(block, width, build, recompute=recompute)
     places = torch.arange(SEQUENCE).expand(ROWS, SEQUENCE)
     tokens = ROWS * SEQUENCE // (mesh["tp"].size if mode.sequence_parallel else 1)
     x = torch.randn(tokens, width, dtype=residual or dtype, requires_grad=True)
-    again, wait = (2, 0.3) if mesh["tp"].size > 1 else (1, 0.0)  # threads of collectives
+    again, wait = (2, 0.3) if mesh.world.size > 1 else (1, 0.0)  # threads of collectives
     contexts = [Context(places, torch.arange(ROWS), dropout_key=7) for _ in range(again)]
     return min(bytes_alive(layer, x, context, wait=wait) for context in contexts)
 
@@ -86,7 +85,7 @@ def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, int, int]]:
             wide = torch.float32 if spec.residual_in_fp32 else None
             options = {"mode": mode, "dtype": dtype, "residual": wide, "recompute": again}
             batch = MetaMicroBatch(ROWS, SEQUENCE, **options)
-            meta = kept_bytes(*given, batch, tp=mesh["tp"].size)
+            meta = kept_bytes(*given, batch, tp=mesh["tp"].size, ep=mesh["ep"].size)
             real = real_bytes(mesh, *given, mode, dtype, again, wide)
             found.append((f"{dtype} {again}", meta, real))
     return found
@@ -109,6 +108,15 @@ def test_so_it_is_on_two_tensor_parallel_ranks(name: str, mode: str) -> None:
     for rank in on_ranks(compared, name, MODES[mode], tp=2):
         for what, meta, real in rank:
             assert meta == pytest.approx(real, rel=1e-3), what
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
+def test_so_it_is_on_average_on_two_ranks_of_experts(name: str) -> None:
+    """On meta experts have an even load; rows that one rank has more, the other one has less."""
+    for first, second in zip(*on_ranks(compared, name, TPMode(), dp=2, ep=2), strict=True):
+        what, meta, real = first
+        assert meta == second[1]
+        assert meta == pytest.approx((real + second[2]) / 2, rel=0.03), what
 
 
 def llama_bytes(tp: int = 1, fused_norms: bool = False, **options: Any) -> int:

@@ -9,17 +9,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from kenotron_cost.cost_plan import CostPlan
+from kenotron_cost.logits import logit_sizes, logits_bytes
 from kenotron_cost.stage_tensors import PlannedStage, StageTensors, T
 from kenotron_models import Recompute, TransformersSpec
 from kenotron_models.block_costs import (
     KernelWork,
     MetaMicroBatch,
     TransformersBlock,
+    Working,
     block_kernels,
     kept_bytes,
     norm_bytes,
@@ -28,11 +31,8 @@ from kenotron_models.block_costs import (
     working_bytes,
 )
 from kenotron_models.layers import BlockSpec, ExpertsSpec
-from kenotron_tp import tokens_at_a_time
 
 AnyBlock = BlockSpec | TransformersBlock
-FLOATS_ON_CPU = 2**20
-"""Logits of which a CPU has fp32 copies at a time."""
 
 
 class MeasuredModel(StageTensors):
@@ -53,35 +53,33 @@ class MeasuredModel(StageTensors):
 
     def kept(self, plan: CostPlan, kind: int, again: Recompute) -> int:
         """Return the bytes that a rank keeps of a micro-batch for the backward of a block."""
-        sizes, rows = plan.parallelism, self._rows(plan)
-        key = "kept", kind, sizes.tp, sizes.tp_mode, plan.row_tokens, again, rows, plan.dtype
+        rows, cut = self._rows(plan), self._on_rank(plan, kind)
+        key = "kept", kind, *self._cut_of(plan, kind), again, rows
 
         def measure() -> int:
-            given, cut = self._batch(plan, kind, again, rows), self._on_rank(plan)
-            return self.uneven(kind, lambda each: kept_bytes(each, *given, **cut))
+            given = self._batch(plan, kind, again, rows)
+            return self.uneven(plan, kind, lambda each: kept_bytes(each, *given, **cut))
 
         return self.once(key, measure) * (plan.micro_batch_size // rows)
 
-    def working(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[int, int]:
-        """Return the most bytes in use in a block, what it keeps included, and those that all
-        blocks of a micro-batch share."""
-        sizes = plan.parallelism
+    def working(self, plan: CostPlan, kind: int, again: Recompute) -> Working:
+        """Return the bytes in use in a block, what it keeps included."""
+        cut = self._on_rank(plan, kind)
 
-        def measure(rows: int) -> tuple[int, int]:
-            key = "working", kind, sizes.tp, sizes.tp_mode, plan.row_tokens, again, rows, plan.dtype
-            given, cut = self._batch(plan, kind, again, rows), self._on_rank(plan)
+        def measure(rows: int) -> Working:
+            given = self._batch(plan, kind, again, rows)
 
-            def most() -> tuple[int, int]:
-                uneven = self.uneven(kind, lambda each: working_bytes(each, *given, **cut)[0])
-                return uneven, working_bytes(self.of_kind[kind][0], *given, **cut)[1]
+            def figure(which: int) -> int:
+                found = partial(working_bytes, width=given[0], batch=given[1], **cut)
+                return self.uneven(plan, kind, lambda each: found(each)[which])
 
-            return self.once(key, most)
+            key = "working", kind, *self._cut_of(plan, kind), again, rows
+            return self.once(key, lambda: Working(*map(figure, range(3))))
 
         if (rows := plan.micro_batch_size) == 1 or self.exact:
             return measure(rows)
         one, two = measure(1), measure(2)  # gradients of weights are as large for all rows
-        first, second = (a + (rows - 1) * (b - a) for a, b in zip(one, two, strict=True))
-        return first, second
+        return Working(*(a + (rows - 1) * (b - a) for a, b in zip(one, two, strict=True)))
 
     def ends(self, plan: CostPlan) -> dict[str, int]:
         """Return the bytes that the last norm and the output layer have in use."""
@@ -100,7 +98,7 @@ class MeasuredModel(StageTensors):
             dtype = torch.float32 if plan.spec.residual_in_fp32 else plan.dtype
             width, fused = plan.spec.hidden_size, plan.on_accelerator
             kept = norm_bytes(norm, own, width, dtype, fused=fused)
-        gradient = _logits(plan)[2]
+        gradient = logit_sizes(plan)[2]
         found = {"output layer": kept + 2 * hidden, "logits": logits_bytes(plan)}
         return found | {"gradient of the output layer": gradient}
 
@@ -114,16 +112,16 @@ class MeasuredModel(StageTensors):
         self, plan: CostPlan, kind: int, again: Recompute
     ) -> tuple[KernelWork, KernelWork]:
         """Return those of a whole row."""
-        sizes = plan.parallelism
-        ep = sizes.ep if _has_experts(self.of_kind[kind][0]) else 1
+        sizes, cut = plan.parallelism, self._on_rank(plan, kind)
+        ep = cut["ep"]
 
         def measure() -> tuple[KernelWork, KernelWork]:
             width, batch = self._batch(plan, kind, again, 1)
-            given, cut = (width, replace(batch, sequence=plan.sequence)), self._on_rank(plan)
-            cut |= {"ep": ep}
-            found = block_kernels(self.of_kind[kind][0], *given, **cut)
+            batch = replace(batch, sequence=plan.sequence)
+            work = partial(block_kernels, width=width, batch=batch, **cut)
+            found = work(self.of_kind[kind][0])
             forward, backward = (
-                self.uneven(kind, lambda x, way=way: block_kernels(x, *given, **cut)[way].nbytes)
+                self.uneven(plan, kind, lambda block, way=way: work(block)[way].nbytes)
                 for way in range(2)
             )
             return replace(found[0], nbytes=forward), replace(found[1], nbytes=backward)
@@ -193,8 +191,8 @@ class MeasuredModel(StageTensors):
             again: what each block of the model computes again.
             make: the value of a layout, the layers of a rank and ``again``.
         """
-        sizes, stage = plan.parallelism, self.stages(plan)[rank]
-        cut = sizes.tp, sizes.tp_mode, plan.row_tokens, plan.micro_batch_size, plan.dtype
+        stage = self.stages(plan)[rank]
+        cut = *self._cut_of(plan, None), plan.micro_batch_size
         key = name, stage.kind, tuple(again[block] for block in stage.blocks), *cut
         return self.once(key, lambda: make(plan, stage, again))
 
@@ -221,30 +219,42 @@ class MeasuredModel(StageTensors):
         """Count blocks by their kind and what they compute again."""
         return Counter((self.kinds[block], again[block]) for block in blocks)
 
-    def uneven(self, kind: int, measure: Callable[[AnyBlock], int]) -> int:
+    def load(self, plan: CostPlan, kind: int) -> float:
+        """Return the tokens of the fullest rank's experts, as a multiple of those of an even load.
+
+        At most all tokens of all ranks choose experts of this one; a rank that has all experts has
+        an even load. Blocks of transformers are measured with one, too.
+        """
+        block, ep = self.of_kind[kind][0], self._on_rank(plan, kind)["ep"]
+        if isinstance(block, TransformersBlock) or not isinstance(block.feed_forward, ExpertsSpec):
+            return 1.0
+        router = block.feed_forward.router
+        return min(self.imbalance, ep * min(router.top_k, router.experts // ep) / router.top_k)
+
+    def uneven(self, plan: CostPlan, kind: int, measure: Callable[[AnyBlock], int]) -> int:
         """Return a size of a block on the rank whose experts have most tokens.
 
         It grows with their tokens as it does with the choices of a token, of which one more is
-        measured. Blocks of transformers are measured with an even load.
+        measured.
 
         Args:
+            plan: the layout.
             kind: of the block.
             measure: the size of a block of the kind, or of one that differs in its choices alone.
         """
-        block = self.of_kind[kind][0]
+        block, load = self.of_kind[kind][0], self.load(plan, kind)
         even = measure(block)
-        if self.imbalance == 1 or isinstance(block, TransformersBlock):
+        if load == 1 or not isinstance(block, BlockSpec):
             return even
         experts = block.feed_forward
-        if not isinstance(experts, ExpertsSpec):
-            return even
+        assert isinstance(experts, ExpertsSpec)  # others have an even load
         router, choices = experts.router, experts.router.top_k
         other = choices + 1 if choices < router.experts else choices - 1
         if not other:
             return even
         more = replace(experts, router=replace(router, top_k=other))
         one = (measure(replace(block, feed_forward=more)) - even) / (other - choices)
-        return int(even + (self.imbalance - 1) * choices * one)
+        return int(even + (load - 1) * choices * one)
 
     def _rows(self, plan: CostPlan) -> int:
         """Return the rows that are measured at once."""
@@ -265,32 +275,18 @@ class MeasuredModel(StageTensors):
         )
         return plan.spec.hidden_size, batch
 
-    def _on_rank(self, plan: CostPlan) -> dict[str, Any]:
+    def _on_rank(self, plan: CostPlan, kind: int) -> dict[str, Any]:
         """Return what a rank has of a block, and whether its norms are one kernel."""
-        return {"tp": plan.parallelism.tp, "fused_norms": plan.on_accelerator}
+        ep = plan.parallelism.ep if _has_experts(self.of_kind[kind][0]) else 1
+        return {"tp": plan.parallelism.tp, "ep": ep, "fused_norms": plan.on_accelerator}
+
+    def _cut_of(self, plan: CostPlan, kind: int | None) -> tuple[Any, ...]:
+        """Return what the sizes of a block of a kind, or of any, depend on in a layout."""
+        sizes = plan.parallelism
+        ep = sizes.ep if kind is None else self._on_rank(plan, kind)["ep"]
+        return sizes.tp, sizes.tp_mode, ep, plan.row_tokens, plan.dtype
 
 
 def _has_experts(block: AnyBlock) -> bool:
     """Return False for a block that no rank of ep has another part of."""
     return isinstance(block, TransformersBlock) or isinstance(block.feed_forward, ExpertsSpec)
-
-
-def logits_bytes(plan: CostPlan) -> int:
-    """Return the bytes of the logits that exist at a time, and of their softmax in fp32."""
-    return sum(_logits(plan)[:2])
-
-
-def _logits(plan: CostPlan) -> tuple[int, int, int]:
-    """Return the bytes of logits, of their softmax, and of the gradient of their matrix beyond it.
-
-    Where all logits are computed at once, the softmax is freed before the gradient is made.
-    """
-    tokens = plan.micro_batch_size * plan.row_tokens
-    width = plan.spec.vocab_size // plan.parallelism.tp
-    place = "cuda" if plan.on_accelerator else "cpu"
-    at_once = min(tokens, tokens_at_a_time(tokens, width, place))
-    logits, weight = width * at_once, width * plan.spec.hidden_size * (plan.adapter is None)
-    wide = 4 * (logits if plan.on_accelerator else min(logits, max(width, FLOATS_ON_CPU)))
-    whole = at_once == tokens
-    gradient = max(0, weight * plan.dtype.itemsize - wide) if whole else 4 * weight
-    return plan.dtype.itemsize * logits, wide, gradient

@@ -13,12 +13,13 @@ from kenotron_cost.measured import MeasuredModel
 from kenotron_cost.stage_tensors import PlannedStage
 from kenotron_cost.state_bytes import OFFLOADED
 from kenotron_models import Recompute
+from kenotron_models.block_costs import Working
 from kenotron_optim import AdamWConfig
 
 FORWARD = "end of a forward, with the most micro-batches alive"
 BACKWARD = "backward of a layer, with the most micro-batches alive"
 UPDATE = "optimizer step"
-NOT_COUNTED = "buffers of exchanges of experts and of NCCL, validation and saves"
+NOT_COUNTED = "buffers of NCCL, what attention receives over cp, validation and saves"
 """Memory that no number here has; part of it is in the constant ``reserved``."""
 
 INTEGERS = 3
@@ -83,10 +84,10 @@ def instants(
     if rank not in range(plan.parallelism.pp):
         raise ValueError(f"rank: {rank} was given; parallelism.pp is {plan.parallelism.pp}")
     held = measured.held(plan, rank, again) | {"reserved": int(reserved)}
-    working, shared = measured.of_stage("working", plan, rank, again, partial(_working, measured))
+    working = measured.of_stage("working", plan, rank, again, partial(_working, measured))
     batches = 1 if plan.on_accelerator else 1 + PREFETCHED
     tokens = plan.micro_batch_size * plan.sequence * INTEGERS * 8
-    held["inputs"] = plan.microbatches * (shared + batches * tokens)
+    held["inputs"] = plan.microbatches * (working.shared + batches * tokens)
     held["buckets"] = measured.buckets(plan, rank)
     if plan.parallelism.pp > 1:  # one arrives while one is used
         width = 4 if plan.spec.residual_in_fp32 else plan.dtype.itemsize
@@ -101,7 +102,9 @@ def instants(
     rule = plan.optimizer.optimizer_factory
     if isinstance(rule, AdamWConfig) and not rule.torch_adam_is_fused:
         update["update of a tensor"] = BETWEEN_KERNELS * 4 * measured.updated(plan, rank)
-    every = (kept | ends, kept | {"backward of a layer": working}, update)
+    exchanged = min(working.exchanged, working.most)
+    layer = {"backward of a layer": working.most - exchanged, "exchange of experts": exchanged}
+    every = (kept | ends, kept | layer, update)
     return [{what: size for what, size in each.items() if size} for each in every]
 
 
@@ -118,17 +121,17 @@ def _check(plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute]) 
 
 def _working(
     measured: MeasuredModel, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]
-) -> tuple[int, int]:
-    """Return the bytes that the backward of a layer has in use beyond what all blocks keep, and
-    those that the blocks of a micro-batch share."""
-    most = shared = 0
+) -> Working:
+    """Return the bytes that the backward of a layer has in use beyond what all blocks keep."""
+    most, shared = Working(0, 0, 0), 0
     for chunk in stage.chunks:
         behind = 0  # what blocks kept whose backward is over, and this one's, which is in use
         for way, blocks in groupby((measured.kinds[n], again[n]) for n in reversed(chunk)):
-            kept, (working, of_all) = measured.kept(plan, *way), measured.working(plan, *way)
-            most, shared = max(most, working - behind - kept), max(shared, of_all)
+            kept, working = measured.kept(plan, *way), measured.working(plan, *way)
+            here = working._replace(most=working.most - behind - kept)
+            most, shared = max(most, here), max(shared, here.shared)
             behind += kept * len([*blocks])
-    return most, shared
+    return most._replace(shared=shared)
 
 
 def _gathered(plan: CostPlan, measured: MeasuredModel, rank: int) -> dict[str, int]:

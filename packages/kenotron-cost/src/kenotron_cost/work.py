@@ -73,7 +73,7 @@ def block_work(
     block = measured.of_kind[kind][0]
     given = width, plan.micro_batch_size, plan.sequence
     counts = [
-        measured.uneven(kind, lambda x, what=what: block_flops(x, *given, causal=True)[what])
+        measured.uneven(plan, kind, lambda x, what=what: block_flops(x, *given, causal=True)[what])
         for what in range(2)
     ]
     share = sizes.tp * sizes.cp * machine["peak_flops"]
@@ -103,7 +103,7 @@ def block_work(
     )
     before = measured.sent(plan, kind, "none")
     for axis, sent in measured.sent(plan, kind, again).items():
-        most = measured.imbalance if axis == "ep" else 1.0  # arrives at one rank
+        most = measured.load(plan, kind) if axis == "ep" else 1.0  # arrives at one rank
         there = seconds_of_sending(machine, most * before[axis] / 2, axis, plan)
         back = seconds_of_sending(machine, most * sent, axis, plan) - there
         for to, seconds, way in ((work.forward, there, forward), (work.inputs, back, repeated)):

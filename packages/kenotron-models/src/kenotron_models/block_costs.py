@@ -6,7 +6,7 @@ from kenotron_models.communication import sent_bytes, sequence_bytes
 from kenotron_models.flops import block_flops, expert_parameters
 from kenotron_models.meta_block import MetaMicroBatch
 from kenotron_models.transformers_block import TransformersBlock, transformers_blocks
-from kenotron_models.working_memory import working_bytes
+from kenotron_models.working_memory import Working, working_bytes
 
 __all__ = [
     "KernelWork",
@@ -21,5 +21,6 @@ __all__ = [
     "sent_bytes",
     "sequence_bytes",
     "transformers_blocks",
+    "Working",
     "working_bytes",
 ]

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kenotron_dist import Axis
+from kenotron_dist.diagnosis import shape_axes
 from kenotron_models.block import BlockSpec
 from kenotron_models.context import Context
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
@@ -34,23 +34,25 @@ def kept_bytes(
     batch: MetaMicroBatch,
     *,
     tp: int = 1,
+    ep: int = 1,
     fused_norms: bool = False,
 ) -> int:
-    """Return the bytes that one tp rank keeps of a micro-batch for the backward of a block.
+    """Return the bytes that one rank keeps of a micro-batch for the backward of a block.
 
     Its input is counted where the backward reads it, its output is the next layer's. What all
-    layers share (angles, masks) and buffers of communication are not counted.
+    layers share (angles, masks) is not counted. Experts have an even load.
 
     Args:
         block: what it is made of.
         width: D.
         batch: the micro-batch of one rank.
         tp: number of ranks over which features are cut.
+        ep: number of ranks over which experts are cut.
         fused_norms: whether RMSNorm is one kernel, as on CUDA, which keeps its input alone. A CPU
             keeps fp32 copies.
     """
-    axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
-    layer, x, context = block_on_meta(block, width, batch, {"tp": axis})
+    axes, _ = shape_axes({"tp": tp, "ep": ep})
+    layer, x, context = block_on_meta(block, width, batch, axes)
     with OneKernel(fused_norms):
         return bytes_alive(layer, x, context)
 

@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import weakref
 from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kenotron_dist import Axis
+from kenotron_dist.diagnosis import Entry, shape_axes
 from kenotron_models.block import BlockSpec
 from kenotron_models.block_memory import storages_of
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.part import Part
 from kenotron_models.transformers_block import TransformersBlock
+
+
+class Working(NamedTuple):
+    """Bytes that are in use in the forward and backward of a block."""
+
+    most: int
+    """At most, without what blocks share: what is kept, and the gradients of input, output and one
+    weight are included."""
+    shared: int
+    """Of what the blocks of a micro-batch share: angles and masks."""
+    exchanged: int
+    """Those of ``most`` that are sent to, and come from, other ranks' experts, and are not kept."""
 
 
 @lru_cache(maxsize=256)
@@ -28,26 +41,29 @@ def working_bytes(
     batch: MetaMicroBatch,
     *,
     tp: int = 1,
+    ep: int = 1,
     fused_norms: bool = False,
-) -> tuple[int, int]:
-    """Return the most bytes that one tp rank has in use for a block, and those that blocks share.
+) -> Working:
+    """Return the most bytes that one rank has in use for a block.
 
-    The first are those of forward and backward, what is kept and the gradients of input, output and
-    one weight included. The second are angles and masks of a micro-batch. The arguments are those
-    of ``kept_bytes``.
+    The arguments are those of ``kept_bytes``.
     """
-    axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
-    layer, x, context = block_on_meta(block, width, batch, {"tp": axis})
+    axes, _ = shape_axes({"tp": tp, "ep": ep})
+    layer, x, context = block_on_meta(block, width, batch, axes)
     for parameter in layer.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_free)
     with OneKernel(fused_norms), InUse() as live:
+        if (pulse := axes["ep"].pulse) is not None:
+            pulse.listeners = (live.heard,)
         for part in layer.children():
             if isinstance(part, Part):
                 part.prepare(context)
         shared = live.now
-        run_backward(_Output.apply(layer(x.clone(), context)))
-    return live.peak - shared, shared
+        end = _Output.apply(layer(x.clone(), context))
+        live.kept = {*live.over_ep}
+        run_backward(end)
+    return Working(live.peak - shared, shared, live.exchanged)
 
 
 def _free(parameter: Tensor) -> None:
@@ -74,8 +90,11 @@ class InUse(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.exchanged = 0
         self._sizes: dict[weakref.ref, int] = {}
+        self.over_ep: set[weakref.ref] = set()
+        self.kept: set[weakref.ref] = set()
+        """What the forward has left of ``over_ep``: activations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -85,8 +104,23 @@ class InUse(TorchDispatchMode):
             if storage._cdata not in given and ref not in self._sizes:
                 self._sizes[ref] = storage.nbytes()
                 self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:
+            self.peak = self.now
+            self.exchanged = sum(self._sizes[ref] for ref in self.over_ep - self.kept)
         return out
+
+    def heard(self, entry: Entry) -> None:
+        """Note the two ends of an exchange: the newest storages, what arrives and what is sent.
+
+        Both are made just before it starts; what is sent is the newest of its size.
+        """
+        if entry.ticket.axis != "ep" or not self._sizes:
+            return
+        arrives, *before = reversed(self._sizes)
+        given = prod(entry.shape) * getattr(torch, entry.dtype).itemsize
+        sent = (ref for ref in before if self._sizes[ref] == given)
+        self.over_ep |= {arrives, next(sent, arrives)}
 
     def _freed(self, ref: weakref.ref) -> None:
         self.now -= self._sizes.pop(ref)
+        self.over_ep.discard(ref)

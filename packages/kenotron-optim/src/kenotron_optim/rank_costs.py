@@ -202,7 +202,7 @@ def bucket_bytes(
     """Return the bytes of buckets of gradients that are filled or sent, next to ``state_bytes``.
 
     Stages 2 and 3 fill a bucket while two others travel. On gloo others' slices arrive in memory of
-    their own, of two buckets at a time. Buckets of experts count as all others.
+    their own, of two buckets at a time. Buckets of experts, over edp, take turns with all others.
 
     Args:
         tensors: those of the rank.
@@ -213,19 +213,20 @@ def bucket_bytes(
         cap_mb: MiB of a bucket; None: see ``GradAccumulator``.
         gloo: whether they are reduced by gloo on CPUs.
     """
-    learning = [each for each in tensors if each.learns]
-    ranks = (config.shard_ranks or mesh.dp) * mesh.cp
-    if ranks == 1 or not learning:
-        return 0
-    summed = 4 if config.accumulate_grad_in_fp32 else itemsize
-    sizes = [each.count * summed for each in learning]
-    cap = HOST_BUCKET_BYTES if gloo else max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks) * itemsize
-    cap = int(cap if cap_mb is None else cap_mb * 2**20) * summed // itemsize
-    bucket, many = min(sum(sizes), max(cap, *sizes)), -(-sum(sizes) // cap)
-    arriving = bucket * (ranks - 1) // ranks if gloo else 0
+    summed, most, arriving, many = 4 if config.accumulate_grad_in_fp32 else itemsize, 0, 0, 0
+    held = [each for each in tensors if each.learns and slice_ranks(each, config, mesh) > 1]
+    for alike in ([x for x in held if x.expert], [x for x in held if not x.expert]):
+        if not alike:
+            continue
+        ranks, sizes = slice_ranks(alike[0], config, mesh), [x.count * summed for x in alike]
+        cap = HOST_BUCKET_BYTES if gloo else max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks) * itemsize
+        cap = int(cap if cap_mb is None else cap_mb * 2**20) * summed // itemsize
+        bucket = min(sum(sizes), max(cap, *sizes))
+        most, many = max(most, bucket), many + -(-sum(sizes) // cap)
+        arriving = max(arriving, bucket * (ranks - 1) // ranks if gloo else 0)
     if config.zero.cuts_gradients and config.reduce == "micro_batch":
         many *= backwards
-        return min(3, many) * bucket + min(2, many) * arriving
+        return min(3, many) * most + min(2, many) * arriving
     return min(2, many) * arriving
 
 
