@@ -157,6 +157,16 @@ DIRECTIVE = re.compile(r"#\s*(?:noqa|type:|pyrefly:|pyright:|fmt:|ruff:|pragma)"
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".sh", ""}
 PRODUCTS = re.compile(r"(F|functional|torch)(\.functional)?\.(linear|mm|addmm|matmul|bmm|einsum)")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SIZE = r"(?:\.{3}|(?:\d+ )?[A-Z]{1,2}|[a-z]\w*|\d+)"
+SIZES = rf"{SIZE}(?:(?: ?[-+*/] ?| // | or ){SIZE})*"
+SHAPE = re.compile(
+    r"(?<!\w)\((?=\)|[^()]*(?:\b(?:[A-Z]{1,2}|[a-z])\b|\.{3}|,\)))"  # not (stage, rank)
+    rf"(?:{SIZES},|{SIZES}(?:,\s{SIZES})+|\.{{3}})?\)"  # (T, D/t), (n, width), (count,), (...), ()
+    r"|\b(?:scalars?|flat|[Ee]lements|[Ee]lementwise)\b"
+    r"|\bof\s+(?:[\w'.`]+\s+){0,3}shapes?\b|\b(?:any|same)\s+shapes?\b|\bshapes?\s+of\b"
+    r"|``[\w.]*shapes?\b"
+    r"|\b[Ss]ee\s[^.]*``\w|\b[Aa]s\s+(?:in\s+)?``\w"  # where they are told, or what has the same
+)
 
 
 def repository_files(root: Path) -> list[str]:
@@ -318,6 +328,39 @@ def openings(path: str, source: str) -> list[str]:
     ]
 
 
+def holds_tensors(kind: ast.AST | None) -> bool:
+    """Say whether values of an annotation hold tensors; a function of some does not."""
+    if isinstance(kind, ast.Name | ast.Attribute):
+        return ast.unparse(kind).split(".")[-1] == "Tensor"
+    if kind is None or isinstance(kind, ast.Subscript) and "Callable" in ast.unparse(kind.value):
+        return False
+    return any(map(holds_tensors, ast.iter_child_nodes(kind)))
+
+
+def shapes(path: str, source: str) -> list[str]:
+    """Complain of a public function of tensors whose docstring, or its class's, has no shape."""
+    tree, found = ast.parse(source), []
+    for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
+        is_class = isinstance(owner, ast.ClassDef)
+        if is_class and owner.name.startswith("_"):
+            continue
+        about = ast.get_docstring(owner) or "" if is_class else ""
+        for node in owner.body:
+            if not isinstance(node, DEFINITIONS) or node.name.startswith("_"):
+                continue
+            arguments = [each for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+            kinds = [node.returns, *(each.annotation for each in arguments)]
+            said = f"{ast.get_docstring(node) or ''}\n{about}"
+            if "overload" in map(ast.unparse, node.decorator_list):
+                continue
+            if any(map(holds_tensors, kinds)) and not SHAPE.search(said):
+                found.append(
+                    f"{path}:{node.lineno}: {node.name} has tensors: say their shapes, such as "
+                    "(T, D), (), flat or of any shape, or who does: See ``Owner``"
+                )
+    return found
+
+
 def silenced(path: str, source: str) -> list[str]:
     """Complain of a checker that is silenced without saying which of its rules."""
     bare = re.compile(
@@ -470,7 +513,8 @@ def deep_imports(path: str, source: str, public: Public) -> list[str]:
 
 
 HOUSE_RULES: list[Rule] = [  # packages and apps
-    rooms, sizes, uncommented, naming, words, openings, global_state, anatomy, weight_products,
+    rooms, sizes, uncommented, naming, words, openings, shapes, global_state, anatomy,
+    weight_products,
 ]  # fmt: skip
 WIDE_RULES: list[Rule] = [unfinished, silenced]  # every Python file
 
@@ -613,6 +657,11 @@ OFFENDERS: list[tuple[Rule, str, str, str]] = [
     (openings, f"{TP}/a.py", "class A:\n    ''' Where it is.'''", "a.py:2: begin with a verb"),
     (openings, f"{TP}/a.py", "def f():\n    '''\n    Whether so.'''", "instead of 'Whether'"),
     (openings, f"{TP}/a.py", "async def f():\n    'How it is.'", "instead of 'How'"),
+    (shapes, f"{TP}/a.py", "def f(x: Tensor): 'Double x.'", "a.py:1: f has tensors: say their"),
+    (shapes, f"{TP}/a.py", "def f(x: int) -> tuple[Tensor, ...]: ...", "f has tensors"),
+    (shapes, f"{TP}/a.py", "'''(T, D)'''\ndef f(x: torch.Tensor | None): ...", "f has tensors"),
+    (shapes, f"{TP}/a.py", "def f(*x: Tensor): '(0, 1) (never, ever) f()'", "f has tensors"),
+    (shapes, f"{TP}/a.py", "class A:\n    'It.'\n    def f(self, x: Tensor): ...", "f has tensors"),
     (sizes, f"{TP}/a.py", "x = 1\n" * 301, "the file has 301 lines, more than 300"),
     (sizes, f"{TP}/a.py", LONG_FUNCTION, "long has 61 lines, more than 60"),
     (uncommented, f"{TP}/a.py", LONG_TABLE + SHORT_FUNCTION, "131 lines of code have no comment"),
@@ -652,6 +701,13 @@ LAWFUL: list[tuple[Rule, str, str]] = [
     (weight_products, f"{TP}/a.py", "y = matmul(x, self.weight) + q @ k"),
     (words, f"{TP}/a.py", "besides = 1  # a strangeness, going on"),
     (openings, f"{TP}/a.py", "'Whatever is read. What is not.'\nx = 'What is it?'  # Why not"),
+    (shapes, f"{TP}/a.py", "def f(x: Tensor): 'Double x (T, D/t).'"),
+    (shapes, f"{TP}/a.py", "def f(x: list[Tensor]): 'Add tensors of any shape.'"),
+    (shapes, f"{TP}/a.py", "def f(x: Tensor):\n    '''See\n    ``Part``.'''"),
+    (shapes, f"{TP}/a.py", "class A:\n    'Of (n,).'\n    def f(self, x: Tensor): ..."),
+    (shapes, f"{TP}/a.py", "def _f(x: Tensor): ...\nclass _A:\n    def f(self, x: Tensor): ..."),
+    (shapes, f"{TP}/a.py", "def f(x: Callable[[Tensor], Tensor], y: TensorLayout): ..."),
+    (shapes, f"{TP}/a.py", "@overload\ndef f(x: Tensor) -> Tensor: ..."),
     (sizes, f"{TP}/a.py", "x = 1\n" * 300),
     (sizes, f"{TP}/a.py", LONG_FUNCTION.removesuffix("    x = 1\n")),
     (uncommented, f"{TP}/a.py", f"# Count.\n{LONG_TABLE}{SHORT_FUNCTION}"),

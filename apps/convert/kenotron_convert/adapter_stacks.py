@@ -38,9 +38,9 @@ class StackPlan(NamedTuple):
         """Return a weight and what its adapter adds, summed in fp32.
 
         Args:
-            weight: the tensor of the file.
-            a: A of all experts (r E, I).
-            b: B of all experts (O, r E).
+            weight: the tensor of the file, with the elements of ``part`` in their order.
+            a: A of all experts (r * E, I).
+            b: B of all experts (O, r * E).
         """
         experts, *box = (
             slice(first, first + size)

@@ -60,7 +60,7 @@ class HostBuffer:
             self.slots.append(slot.zero_())
 
     def hosts(self, index: int, part: PartFile) -> list[Tensor]:
-        """Return the blocks of the part with this index: contiguous tensors in its slot."""
+        """Return the part's blocks, each of its block's shape: contiguous tensors in its slot."""
         slot = self.slots[index % len(self.slots)]
         places = zip(part.blocks, part.offsets, strict=True)
         return [_place(slot, block, offset) for block, offset in places]

@@ -123,7 +123,7 @@ def _on_files(
 
 
 def read_record(step_folder: Location, manifest: Manifest, name: str) -> Tensor:
-    """One whole logical tensor, on the CPU, in the dtype it was saved in.
+    """One whole logical tensor, of its record's shape, on the CPU, in the dtype it was saved in.
 
     Raises KeyError when there is no such record, OSError when a file cannot be read. Checksums are
     not compared.

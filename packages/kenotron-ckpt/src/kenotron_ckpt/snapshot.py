@@ -47,7 +47,7 @@ class Snapshot:
             self._copy(index)
 
     def ready(self, index: int) -> list[Tensor]:
-        """The blocks of a part on the host, once its copy is done; the caller waits for it."""
+        """Wait for a part's copy; its blocks on the host, each of its block's shape."""
         if index in self._events:
             self._events[index].synchronize()
         return self.hosts.pop(index)

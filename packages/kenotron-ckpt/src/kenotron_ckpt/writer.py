@@ -60,13 +60,16 @@ def write_part(
 
 
 def streamed(blocks: Iterable[OwnBlock]) -> Iterable[Tensor]:
-    """The values of blocks in host memory, one block at a time."""
+    """The values of blocks in host memory, one block at a time, each of its block's shape."""
     for block in blocks:
         yield block.view.detach().cpu().contiguous()
 
 
 def as_bytes(host: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied; the tensor must outlive them."""
+    """The bytes of a contiguous tensor of any shape in host memory, not copied.
+
+    The tensor must outlive them.
+    """
     size = host.numel() * host.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(host.data_ptr())).cast("B")
 

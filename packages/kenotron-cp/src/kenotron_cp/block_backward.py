@@ -23,7 +23,7 @@ from kenotron_cp.problem import Keys, Problem, keys_of, strips_of
 
 
 def add(left: Tensor, right: Tensor) -> Tensor:
-    """The sum, in the place of one that is no part of a larger buffer, if there is one.
+    """The sum of two of any shape, in the place of one that is no part of a buffer if there is one.
 
     The order of two numbers changes no bit of their sum.
     """
@@ -36,7 +36,7 @@ def is_part(x: Tensor) -> bool:
 
 
 def hold(x: Tensor) -> Tensor:
-    """The tensor, or a copy if it is a part of a buffer that shall be freed."""
+    """The tensor, of any shape, or a copy if it is a part of a buffer that shall be freed."""
     return x.clone(memory_format=torch.contiguous_format) if is_part(x) else x
 
 

@@ -37,5 +37,5 @@ def merge(left: PartialAttention, right: PartialAttention) -> PartialAttention:
 
 
 def finite(lse: Tensor) -> Tensor:
-    """Replace -inf, of a query that sees nothing, by 0: exp(-inf - 0) is 0, not NaN."""
+    """Replace -inf in lse (B, H, L), where nothing is seen, by 0: exp(-inf - 0) is 0, not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0)

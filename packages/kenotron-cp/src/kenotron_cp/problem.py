@@ -71,7 +71,7 @@ class Keys(NamedTuple):
     v: Tensor
 
     def of(self, block: TokenBlock) -> tuple[Tensor, Tensor]:
-        """Those of a block."""
+        """Those of a block: (B, H, tokens, D) and (B, H, tokens, V)."""
         here = slice(block.begin - self.begin, block.end - self.begin)
         return self.k[:, :, here], self.v[:, :, here]
 

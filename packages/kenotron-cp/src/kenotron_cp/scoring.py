@@ -88,7 +88,7 @@ class Scoring:
             raise ValueError(f"{kernel} has no {' and no '.join(missing)}: {advice}")
 
     def per_head(self) -> dict[str, Tensor]:
-        """Return the fields that have a value for each query head."""
+        """Return the fields that have a value for each query head, (H,) or (B, Q, H)."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def of_heads(self, begin: int, end: int) -> Scoring:

@@ -111,13 +111,16 @@ def _whole(x: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
 
 
 def in_order(x: Tensor, dim: int, cut: Cut) -> Tensor:
-    """Put the tokens of all ranks, one rank after the other, into the order of the sequence."""
+    """Put the tokens of all ranks, one rank after the other, into the order of the sequence.
+
+    (..., ranks * n, ...), along ``dim``; so is the result.
+    """
     held = [chunk for rank in range(cut.ranks) for chunk in cut.held(rank)]
     return _permuted(x, dim, cut, [held.index(chunk) for chunk in range(len(held))])
 
 
 def by_rank(x: Tensor, dim: int, cut: Cut) -> Tensor:
-    """Put a padded sequence into the order of the ranks that hold its tokens."""
+    """Undo ``in_order``: put a padded sequence, (..., ranks * n, ...), into the order of ranks."""
     held = [chunk for rank in range(cut.ranks) for chunk in cut.held(rank)]
     return _permuted(x, dim, cut, held)
 

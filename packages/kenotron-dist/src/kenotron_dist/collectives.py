@@ -236,7 +236,7 @@ def barrier(axis: Axis) -> None:
 
 
 def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x`` in another shape, and no view for autograd: a layer's result may be changed in place.
+    """``x``, of any shape, in ``shape``, and no view for autograd: it may be changed in place.
 
     Only for storage that nothing else uses.
     """

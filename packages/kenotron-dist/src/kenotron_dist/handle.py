@@ -148,9 +148,9 @@ def start(
 ) -> Flight:
     """Take a ticket and call torch's ``verb`` on the axis with ``args``.
 
-    ``x`` is what the caller gave, one tensor or several, and ``how`` what else must be the same on
-    all ranks (an op, a source): listeners are called. The call may block too, for the checks of
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    ``x`` is what the caller gave, one tensor or several, each of any shape, and ``how`` what else
+    must be the same on all ranks (an op, a source): listeners are called. The call may block too,
+    for the checks of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
     pulse = axis.pulse
     call: Callable[[], Work | None] = partial(verb, *args, group=axis.group, async_op=True)
@@ -174,8 +174,9 @@ def start_exchange(
 ) -> Flight:
     """Take a ticket and start sending tensors to, and receiving some from, each rank of the axis.
 
-    Both are lists in axis order; this rank's own entry, and empty tensors, are skipped. All ranks
-    call this together, with lists that fit. ``x`` and ``how``: see ``start``.
+    Both are lists in axis order, of tensors of any shape; this rank's own entry, and empty tensors,
+    are skipped. All ranks call this together, with lists that fit. ``x`` and ``how``: see
+    ``start``.
     """
     me, n = axis.rank, axis.size
     calls = [(dist.irecv, x, i) for i in ((me - k) % n for k in range(1, n)) for x in received[i]]

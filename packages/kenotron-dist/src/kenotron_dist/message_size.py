@@ -31,7 +31,10 @@ def of_verb(
     verb: Callable[..., object],
     args: Sequence[Any],
 ) -> Entry:
-    """A call of torch's ``verb``, whose first arguments are the tensors that it fills and sends."""
+    """A call of torch's ``verb``, whose first arguments are the tensors that it fills and sends.
+
+    Tensors are of any shape.
+    """
     n, gives, takes = axis.size, None, None
     if verb is dist.all_reduce:
         sent = 2 * (n - 1) * args[0].nbytes // n
@@ -57,7 +60,7 @@ def of_exchange(
     sent: Sequence[Sequence[Tensor]],
     received: Sequence[Sequence[Tensor]],
 ) -> Entry:
-    """Tensors for each rank, and from each."""
+    """Tensors for each rank, and from each, of any shape."""
     gives, takes = (
         tuple(_nbytes(ys) if i != axis.rank else 0 for i, ys in enumerate(lists))
         for lists in (sent, received)
@@ -66,7 +69,7 @@ def of_exchange(
 
 
 def of_transfer(ticket: Ticket, x: Tensor, *, sends: bool) -> Entry:
-    """A tensor from ``ticket.ranks[0]`` to ``ticket.ranks[1]``."""
+    """A tensor of any shape from ``ticket.ranks[0]`` to ``ticket.ranks[1]``."""
     if sends:
         return Entry(ticket, "", _name(x), tuple(x.shape), x.nbytes, (0, x.nbytes), (0, 0))
     return Entry(ticket, "", _name(x), tuple(x.shape), 0, (0, 0), (x.nbytes, 0))

@@ -47,7 +47,8 @@ def uniform(base: int, *coordinates: Tensor, dtype: torch.dtype = torch.float32)
 
     Args:
         base: a ``counter_key``.
-        coordinates: int64 tensors of global indices that broadcast together, the innermost last.
+        coordinates: int64 tensors of global indices, of any shapes that broadcast together, the
+            innermost last.
         dtype: fp32 (2^23 different numbers) or fp64 (2^52).
 
     Raises:
@@ -57,7 +58,7 @@ def uniform(base: int, *coordinates: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def in_unit_interval(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Map 64 random bits (int64) to (0, 1), fp32 or fp64.
+    """Map 64 random bits (int64, of any shape) to (0, 1), fp32 or fp64.
 
     Together with the half that keeps 0 out, the steps fill the fraction exactly: with one bit more
     the largest number would be rounded to 1.

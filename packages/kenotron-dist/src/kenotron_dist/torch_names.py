@@ -20,7 +20,10 @@ def all_gather_coalesced(
     group: dist.ProcessGroup,
     async_op: bool,
 ) -> dist.Work:
-    """Gather several tensors in one launch, which torch offers on the group alone."""
+    """Gather several tensors in one launch, which torch offers on the group alone.
+
+    Each output has n times the elements of its input, among n ranks.
+    """
     if hasattr(group, "all_gather_single_coalesced"):
         return group.all_gather_single_coalesced(list(outputs), list(inputs))
     return group.allgather_into_tensor_coalesced(list(outputs), list(inputs))

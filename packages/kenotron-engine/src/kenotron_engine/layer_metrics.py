@@ -108,7 +108,10 @@ class LayerMetrics:
 
 
 def own_tokens(mesh: Mesh, mode: TPMode, context: Context, output: Tensor) -> Tensor:
-    """The rows of a layer's output that this rank counts: no padding, nothing that others count."""
+    """The rows of a layer's output (rows, ...) that this rank counts.
+
+    They are no padding, and nothing that others count.
+    """
     tp = mesh["tp"]
     if not mode.sequence_parallel and tp.rank:
         return output[:0]

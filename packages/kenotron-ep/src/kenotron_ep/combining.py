@@ -103,7 +103,7 @@ def combine(
 def start_combine(
     y_RD: Tensor, exchange: Exchange, weights_TK: Tensor, *, rows_RD: Tensor | None = None
 ) -> Pending:
-    """Start ``combine``; its ``wait`` returns the sums."""
+    """Start ``combine``, with the same arguments; its ``wait`` returns the sums (T, D)."""
     if y_RD.ndim != 2 or y_RD.shape[0] != exchange.rows or not y_RD.is_floating_point():
         raise ValueError(
             f"combine: results are {tuple(y_RD.shape)} of {y_RD.dtype}: give (R, D) of a floating "

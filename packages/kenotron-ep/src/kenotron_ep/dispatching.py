@@ -66,7 +66,7 @@ def dispatch(x_TD: Tensor, exchange: Exchange) -> Tensor:
 
 
 def start_dispatch(x_TD: Tensor, exchange: Exchange) -> Pending:
-    """Start ``dispatch``; its ``wait`` returns the rows.
+    """Start ``dispatch`` of ``x_TD`` (T, D); its ``wait`` returns the rows (R, D).
 
     What is computed in between, such as shared experts, overlaps with the communication, and its
     backward pass with that of the gradients.

@@ -79,9 +79,9 @@ def plan_exchange(
     ``alltoall``. A device is synchronised once, and a few times more for the other ways.
 
     Args:
-        experts_TK: int64, the chosen experts of each token of this rank, in 0..E-1, or -1 for a
-            choice that is dropped: it is not sent and adds 0. T may differ between ranks and be 0;
-            K is the same on all ranks. A token may choose an expert twice.
+        experts_TK: int64 (T, K), the chosen experts of each token of this rank, in 0..E-1, or -1
+            for a choice that is dropped: it is not sent and adds 0. T may differ between ranks and
+            be 0; K is the same on all ranks. A token may choose an expert twice.
         experts: E. Rank r of the axis has the experts from r * e to (r + 1) * e - 1.
         axis: the ranks over which experts are distributed.
         way: how tokens are sent; the same on all ranks. On one rank every way is ``alltoall``.
@@ -113,7 +113,7 @@ def plan_chunks(
 ) -> list[Exchange]:
     """Plan an exchange for each of several parts of the tokens, with one all-to-all of counts.
 
-    ``function``: what the user called, for errors.
+    ``parts`` are int64 (T, K), each of its own T; ``function`` is what the user called, for errors.
     """
     how = experts, axis, way, pad_to, by_source
     _check(parts, *how, function)

@@ -25,7 +25,7 @@ class InFlight:
         self._handle = handle
 
     def wait(self) -> Tensor:
-        """Block until it is done; the result."""
+        """Block until it is done; the result, (rows, D)."""
         handle, self._handle = self._handle, None
         assert handle is not None  # the other function has started it
         return handle.wait()

@@ -44,7 +44,7 @@ def group(counts_ne: Tensor, arriving: int, pad_to: int | None) -> Grouping:
     """Make the permutation from the number of rows of each source and expert.
 
     Args:
-        counts_ne: int64, rows that arrive from each rank for each expert of this rank.
+        counts_ne: int64 (n, e), rows that arrive from each rank for each expert of this rank.
         arriving: their sum, R.
         pad_to: rows of each expert in the grouped buffer; None: as many as arrive.
     """

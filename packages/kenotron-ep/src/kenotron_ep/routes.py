@@ -16,18 +16,21 @@ from kenotron_ep.row_table import RowTable, add_rows
 
 
 class RoutePair(Protocol):
-    """Two communications, each in two steps: what follows them is computed after a wait."""
+    """Two communications, each in two steps: what follows them is computed after a wait.
+
+    How many rows (rows, D) arrive depends on the route.
+    """
 
     def start(self, x_TD: Tensor) -> Handle:
-        """Start sending tokens."""
+        """Start sending tokens (T, D)."""
         ...
 
     def finish(self, arrived: Tensor) -> Tensor:
-        """Return the rows of this rank's experts, grouped by expert."""
+        """Return the rows of this rank's experts, (R, D) and padding, grouped by expert."""
         ...
 
     def start_backward(self, grad_RD: Tensor) -> Handle:
-        """Start returning gradients of these rows."""
+        """Start returning gradients of these rows, of the same shape."""
         ...
 
     def finish_backward(self, arrived: Tensor) -> Tensor:
@@ -57,21 +60,21 @@ class ByChoice:
     receive: tuple[int, ...]
 
     def start(self, x_TD: Tensor) -> Handle:
-        """Start an all-to-all."""
+        """Start an all-to-all of tokens (T, D): of rows (S, D), of which (R, D) arrive."""
         rows = x_TD.index_select(0, self.tokens_S)
         return all_to_all(rows, self.axis, self.send, self.receive, async_op=True)
 
     def finish(self, arrived: Tensor) -> Tensor:
-        """Group by expert."""
+        """Group (R, D) by expert."""
         return self.grouping.by_expert(arrived)
 
     def start_backward(self, grad_RD: Tensor) -> Handle:
-        """Start an all-to-all."""
+        """Start an all-to-all of (R, D), of which (S, D) arrive."""
         rows = self.grouping.by_source(grad_RD)
         return all_to_all(rows, self.axis, self.receive, self.send, async_op=True)
 
     def finish_backward(self, arrived: Tensor) -> Tensor:
-        """Add the gradients of each token's copies in the order of its choices."""
+        """Add the gradients (S, D) of each token's copies in the order of its choices: (T, D)."""
         return add_rows(arrived, self.table)
 
     def leaving(self) -> tuple[int, int]:

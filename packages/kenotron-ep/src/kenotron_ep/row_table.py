@@ -37,14 +37,14 @@ def owner_table(rows_N: Tensor, owners_N: Tensor, owners: int, absent: int) -> R
     """Return the rows of each owner.
 
     Args:
-        rows_N: int64, rows of a buffer. Those of one owner keep this order.
-        owners_N: int64, owner of each.
+        rows_N: int64 (N,), rows of a buffer. Those of one owner keep this order.
+        owners_N: int64 (N,), owner of each.
         owners: number of owners, the rows of the table.
         absent: what stands for no row: the number of rows of the buffer.
 
     Returns:
-        A table with as many columns as the owner with the most rows needs. Reading that number
-        synchronises a device; on meta owners have equally many rows.
+        A table (owners, C) with as many columns as the owner with the most rows needs. Reading that
+        number synchronises a device; on meta owners have equally many rows.
     """
     found, order = torch.sort(owners_N, stable=True)
     column = torch.arange(found.shape[0], device=found.device) - torch.searchsorted(found, found)
@@ -61,9 +61,9 @@ def add_rows(rows_ND: Tensor, table: RowTable, weights_TC: Tensor | None = None)
     """Return the sum of each token's rows, in the order of the table's columns.
 
     Args:
-        rows_ND: any floating dtype.
+        rows_ND: (N, D), any floating dtype.
         table: rows of each token.
-        weights_TC: factor of each row; None: 1.
+        weights_TC: factor of each row, (T, C); None: 1.
 
     Returns:
         (T, D) in the dtype of the rows. Products and sums are in fp32 (in fp64 where the rows or
@@ -112,12 +112,12 @@ def dot_rows(x_TD: Tensor, tokens_S: Tensor, rows_SD: Tensor, dtype: torch.dtype
 
 
 def with_zero_row(rows_ND: Tensor) -> Tensor:
-    """Append the row that stands for no row."""
+    """Append the row that stands for no row: (N, D) to (N + 1, D)."""
     return torch.cat([rows_ND, rows_ND.new_zeros(1, rows_ND.shape[1])])
 
 
 def widest(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which these tensors are added: fp32, or fp64 where one of them is."""
+    """Return the dtype in which tensors of any shape are added: fp32, or fp64 where one is."""
     return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 

@@ -34,12 +34,12 @@ class Copies(NamedTuple):
     padded: bool
 
     def spread(self, tokens_VD: Tensor) -> Tensor:
-        """Copy tokens to the rows of their experts."""
+        """Copy tokens (V, D) to the rows of their experts, (R, D) and padding."""
         source = with_zero_row(tokens_VD) if self.padded else tokens_VD
         return source.index_select(0, self.index)
 
     def add(self, grouped: Tensor) -> Tensor:
-        """Add the rows of each token: (V, D)."""
+        """Add the rows of each token, (R, D) and padding, to (V, D)."""
         return add_rows(grouped, self.table)
 
 
@@ -61,7 +61,10 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OncePerRank:
-    """A token is sent once to each rank that has experts of it: one all-to-all each way."""
+    """A token is sent once to each rank that has experts of it: one all-to-all each way.
+
+    See ``RoutePair``: (U, D) are sent and (V, D) arrive.
+    """
 
     axis: Axis
     tokens_U: Tensor
@@ -99,7 +102,8 @@ class OncePerRank:
 class Gathered:
     """Every rank gets all tokens: an all-gather forward, a reduce-scatter backward.
 
-    Where ranks have different numbers of tokens, all send as many as the one with the most.
+    Where ranks have different numbers of tokens, all send as many as the one with the most. See
+    ``RoutePair``: (V, D) arrive, where V is n times that many.
     """
 
     axis: Axis

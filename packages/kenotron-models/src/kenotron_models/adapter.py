@@ -105,7 +105,7 @@ class Adapted(nn.Module):
 
     @torch.no_grad()
     def norms_of_base(self) -> dict[str, Tensor]:
-        """Return the norms of the layer's own rows by the logical name of DoRA's parameter."""
+        """Return norms (O/t,) of the layer's own rows by the logical name of DoRA's parameter."""
         found = {}
         for rows, key in self.adapted_rows:
             adapter = None if key is None else self.lora[key]

@@ -135,7 +135,7 @@ def prepare(sight: AttentionMask, backend: AttentionBackend) -> None:
 
 
 def chosen(q_BSHK: Tensor, sight: AttentionMask) -> AttentionBackend:
-    """Return what ``auto`` means for these queries."""
+    """Return what ``auto`` means for queries (B, S, H, K)."""
     kernel = ragged_kernel(sight)
     if torch.compiler.is_compiling():  # a program can contain sdpa, and calls the others
         return kernel if kernel is not None and varlen.varlen_runs(q_BSHK) else "sdpa"
@@ -152,7 +152,10 @@ def chosen(q_BSHK: Tensor, sight: AttentionMask) -> AttentionBackend:
 
 
 def chosen_for(q_BSHK: Tensor, scoring: Scoring) -> AttentionBackend:
-    """Return what ``auto`` means for a scoring with more than a scale: the first that has it."""
+    """Return what ``auto`` means for a scoring with more than a scale: the first that has it.
+
+    Queries are (B, S, H, K).
+    """
     if flash_runs(q_BSHK) and not scoring.unsupported(BACKENDS["flash_attn"].supports):
         return "flash_attn"
     return "plain" if scoring.unsupported(BACKENDS["blocked"].supports) else "blocked"
@@ -191,7 +194,10 @@ def blocks_beat_masks(sight: AttentionMask, device: torch.device) -> bool:
 def attend_sdpa(
     q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: AttentionMask, scoring: Scoring
 ) -> Tensor:
-    """torch's own attention, with a mask only if there is more to hide than the future."""
+    """torch's own attention, with a mask only if there is more to hide than the future.
+
+    Queries (B, S, H, K), keys and values (B, S, G, K), result (B, S, H, K).
+    """
     mask = sight.mask_BSS
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q.shape[1] != k.shape[1]

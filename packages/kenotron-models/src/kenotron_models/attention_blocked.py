@@ -158,7 +158,7 @@ class Scratch:
 
 
 def blocks(q_BSHK: Tensor, ratio: int, kv_heads: int, sight: AttentionMask) -> Iterator[ScoreBlock]:
-    """All blocks, row by row."""
+    """All blocks of queries (B, S, H, K), row by row."""
     batch, sequence = q_BSHK.shape[:2]
     size = min(max(ROWS // ratio, QUERIES[0]), QUERIES[1])
     seen = sight.blocks(size)
@@ -193,7 +193,7 @@ def probabilities(
     sinks_GR: Tensor | None,
     scratch: Scratch,
 ) -> BlockShares:
-    """Softmax of the block's scores, and what is needed of them."""
+    """Softmax of scores of q (G, n * R, K) and k (G, m, K), and what is needed of them."""
     scores, slope = scratch.take("scores", *q.shape[:2], k.shape[1]), None
     put_product(scores, q, k.transpose(1, 2), scoring.scale)
     if scoring.cap is not None:
@@ -237,12 +237,12 @@ def by_token(x: Tensor, ratio: int) -> Tensor:
 
 
 def put_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """``out = scale * a @ b``, batched."""
+    """``out = scale * a @ b``, batched: (G, rows, columns)."""
     torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, scratch: Scratch) -> None:
-    """``total += scale * a @ b``, batched; the sum is in the dtype of ``total``."""
+    """``total += scale * a @ b``, batched (G, rows, columns), summed in the dtype of ``total``."""
     if total.dtype == a.dtype:
         total.baddbmm_(a, b, alpha=scale)
     else:

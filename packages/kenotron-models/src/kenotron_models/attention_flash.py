@@ -37,7 +37,7 @@ def check_installed() -> None:
 
 
 def problem(q_BSHK: Tensor) -> str | None:
-    """Return why flash-attn cannot compute with these queries; None: it can."""
+    """Return why flash-attn cannot compute with queries (B, S, H, K); None: it can."""
     if not q_BSHK.is_cuda:
         return f"tensors are on {q_BSHK.device.type}; it needs a CUDA device"
     if q_BSHK.dtype not in HALVES:
@@ -52,7 +52,7 @@ def problem(q_BSHK: Tensor) -> str | None:
 
 
 def flash_runs(q_BSHK: Tensor) -> bool:
-    """Return True where flash-attn is installed and can compute with these queries."""
+    """Return True where flash-attn is installed and can compute with queries (B, S, H, K)."""
     return problem(q_BSHK) is None and installed()
 
 

@@ -45,7 +45,7 @@ def device_has_varlen(device: torch.device) -> bool:
 
 
 def varlen_runs(q_BSHK: Tensor) -> bool:
-    """Return whether the kernel can compute with these queries, on a device that has it."""
+    """Return whether the kernel can compute with queries (B, S, H, K), on a device that has it."""
     return problem(q_BSHK) is None  # both are flash attention 2
 
 

@@ -44,7 +44,7 @@ class Collects(Protocol):
     """A collector of the losses of layers (``kenotron_pp``)."""
 
     def add(self, scalar: Tensor) -> None:
-        """Add to the loss of this micro-batch."""
+        """Add a scalar to the loss of this micro-batch."""
         ...
 
 

@@ -77,7 +77,7 @@ class KVCache:
         return mask if window is None else mask & (slots > place - window)
 
     def state(self, key: Hashable) -> Tensor | None:
-        """Return what was kept under a key, such as (layer, name); None: nothing yet."""
+        """Return what was kept, (B, ...), under a key, such as (layer, name); None: nothing yet."""
         return self._states.get(key)
 
     def keep(self, key: Hashable, state: Tensor) -> None:

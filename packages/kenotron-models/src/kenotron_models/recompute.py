@@ -41,7 +41,7 @@ def between(
     """``product(function(x))`` without keeping ``function(x)`` or anything inside it.
 
     ``function`` must be cheap, pure and without communication: the backward computes it twice, for
-    the product's weight and for its own gradient. ``x`` must not change in between.
+    the product's weight and for its own gradient. ``x``, of any shape, must not change in between.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler does the same
         return product(function(x))

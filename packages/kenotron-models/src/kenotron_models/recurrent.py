@@ -132,7 +132,7 @@ class Recurrent(Part, ABC):
         return None
 
     def added_after(self, y: Tensor, gate: Tensor) -> Tensor | None:
-        """Return what ranks of tp add up for ``means``; None: nothing. Its arguments are those."""
+        """Return what ranks of tp add up for ``means``, (T, ...), from its arguments; or None."""
         return None
 
     def decay(self, elapsed: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def choose(scores: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Return the places of the k largest scores along the last dim, int64, largest first.
+    """Return the places (..., k) of the k largest of scores (..., E), int64, largest first.
 
     Of equal scores the lower place is taken, on every device: ``torch.topk`` promises nothing.
     """

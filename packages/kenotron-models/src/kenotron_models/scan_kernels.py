@@ -66,7 +66,7 @@ def check_kernel(mixer: str, kernel: ScanKernel, *, documents: bool) -> None:
 
 
 def check_device(mixer: str, x: Tensor) -> None:
-    """Raise ValueError for tensors that are not on a CUDA device."""
+    """Raise ValueError for tensors, of any shape, that are not on a CUDA device."""
     if not x.is_cuda:
         raise ValueError(
             f"kernel of {mixer}: library was given and tensors are on {x.device.type}; it needs a "

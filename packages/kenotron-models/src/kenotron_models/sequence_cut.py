@@ -63,7 +63,7 @@ class SequenceCut:
         return torch.cat([cut.positions(rank) for rank in range(first, first + each)])
 
     def real_tokens(self, device: torch.device) -> Tensor:
-        """Numbers of this rank's tokens that are no padding, among its B * n, int64."""
+        """Numbers of this rank's tokens that are no padding, among its B * n, flat int64."""
         rows, width = len(self.whole_positions_BS), len(self.places_S)
         real = (self.places_S < self.sequence).nonzero().flatten()
         starts = torch.arange(rows, device=real.device) * width

@@ -76,7 +76,7 @@ class ModelCache:
         return tokens_BS.gather(1, self._sources(tokens_BS.shape[1]))
 
     def outputs(self, outputs: Tensor) -> Tensor:
-        """Return the numbers among B * S that tokens have where padding is on the left."""
+        """Return the numbers, of any shape, among B * S that tokens have with padding at left."""
         if self.slots != self._new:
             return outputs
         return outputs + self.pads_B[outputs // self._new]

@@ -158,7 +158,7 @@ class Skeleton:
             return self._reach(input_ids=tokens_BS, **self._places(context))
 
     def calls(self, x_BSD: Tensor, context: Context) -> list[Call]:
-        """Return what each layer is called with; made once a micro-batch."""
+        """Return what each layer is called with for x (B, S, D); made once a micro-batch."""
         return context.once(("transformers", id(self)), partial(self._record, x_BSD, context))
 
     def calls_on_meta(self, width: int, dtype: torch.dtype, context: Context) -> list[Call]:
@@ -255,7 +255,7 @@ def attends_here(model: Any) -> bool:
 
 
 def check_documents(calls: Sequence[Call], positions_BS: Tensor, kind: str) -> bool:
-    """Return True where positions start again anywhere: masks of all layers could be compared.
+    """Return True where positions (B, S) start again anywhere: all layers' masks can be compared.
 
     Raises:
         ValueError: a layer's mask lets a token see another document.

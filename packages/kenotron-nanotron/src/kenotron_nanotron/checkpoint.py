@@ -34,14 +34,14 @@ class NanotronTensor:
     """The files, which cover it exactly once."""
 
     def read(self) -> Tensor:
-        """The whole tensor, on the CPU. Raises OSError when a file cannot be read."""
+        """The whole tensor, of ``shape``, on the CPU. Raises OSError when a file is unreadable."""
         values = [shard.read() for shard in self.shards[:1]]
         if self.shards[0].shape == self.shape and len(self.shards[0].pairs) == 1:
             return values[0]
         return self.assemble(shard.read() for shard in self.shards)
 
     def assemble(self, parts: Any) -> Tensor:
-        """The whole tensor from one tensor for each file, cut as the files' are.
+        """The whole tensor, of ``shape``, from one tensor for each file, cut as the files' are.
 
         Args:
             parts: an iterable of them, in the order of ``shards``.
@@ -79,7 +79,7 @@ class NanotronCheckpoint:
         return max(sizes, default=1)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU, put together from its files.
+        """A whole tensor, of its own ``shape``, on the CPU, put together from its files.
 
         Raises KeyError when there is none of that name, OSError when a file cannot be read.
         """

@@ -70,7 +70,7 @@ class NanotronOptimizer:
         return ("master", *MOMENTS) if self.steps else ("master",)
 
     def tensor(self, kind: str, name: str) -> Tensor:
-        """A whole tensor of one of the kinds, in fp32, of a parameter by Nanotron's name.
+        """A whole tensor of one of the kinds, in fp32, of the shape of its Nanotron parameter.
 
         Raises ValueError, naming the file, when it is not there or of another size, or when a
         master, rounded, is not the weight.

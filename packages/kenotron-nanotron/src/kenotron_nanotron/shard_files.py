@@ -94,7 +94,7 @@ class ShardFile:
         return values.view(self.shape[::-1]).t() if self.transposed else values.view(self.shape)
 
     def read(self) -> Tensor:
-        """The file's tensor, on the CPU. Raises OSError when it cannot be read."""
+        """The file's tensor, of ``shape``, on the CPU. Raises OSError when it cannot be read."""
         values = torch.empty(math.prod(self.shape), dtype=self.dtype)
         view = memoryview(values.view(-1).view(torch.uint8).numpy().data)
         with self.path.open("rb", buffering=0) as file:

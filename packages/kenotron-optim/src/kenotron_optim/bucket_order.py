@@ -25,7 +25,7 @@ def order_buckets(
     """Return buckets of tensors that are reduced over the same axes, by when they are ready.
 
     Args:
-        tensors: this stage's parameters by logical name, in the order of the backward.
+        tensors: this stage's parameters, of any shape, by logical name, in the backward's order.
         layouts: by logical name; the grid of a tensor has the axes over which it is reduced.
         mesh: the mesh.
         late: names of tensors whose sums cannot start during the backward; they come last.

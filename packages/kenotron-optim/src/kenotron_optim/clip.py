@@ -177,6 +177,8 @@ def _powers(views: list[Tensor], norm_type: float) -> Tensor:
 def largest_of(own: Tensor, axis: Axis) -> Tensor:
     """Largest of the ranks' numbers, which are not negative; nan where one of them is nan.
 
+    Elementwise over fp64 of any shape, the same on all ranks.
+
     Backends disagree about the maximum of a nan. The bits of numbers that are not negative are
     ordered as the numbers are, with nan after inf.
     """

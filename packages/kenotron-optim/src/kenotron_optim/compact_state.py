@@ -45,7 +45,7 @@ def compact_state(
 
     Args:
         dtype: float32 or bfloat16.
-        masters: by logical name and data rank.
+        masters: flat slices by logical name and data rank.
         spans: the accumulator's, which know where each master begins.
 
     Raises:

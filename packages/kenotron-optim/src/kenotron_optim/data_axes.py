@@ -61,7 +61,7 @@ def sum_slices(rows: Tensor, axes: DataAxes, room: Tensor | None = None) -> Hand
 
 
 def sum_replicas(own: Tensor, axes: DataAxes) -> Handle:
-    """Start adding what replicas have of the same slices, in place."""
+    """Start adding what replicas have of the same slices, of any shape, in place."""
     if axes.replicas is None:
         return Handle(None, own)
     summed = all_reduce(own, axes.replicas, async_op=True)

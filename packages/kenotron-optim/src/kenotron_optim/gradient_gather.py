@@ -11,7 +11,7 @@ from kenotron_optim.torch_groups import Piece
 
 
 def gather_gradients(accumulator: GradAccumulator, slices: Slices) -> dict[Piece, Tensor]:
-    """Return every data rank's slices, gathered where they were added up.
+    """Return every data rank's flat slices, gathered where they were added up.
 
     Args:
         accumulator: has the buffers, which it keeps whole.

@@ -28,7 +28,7 @@ class Receiver(Protocol):
     """Receiver of gradients: an accumulator."""
 
     def receive_gradient(self, path: str, gradient: Tensor) -> None:
-        """Add a gradient of a parameter."""
+        """Add a gradient of a parameter, of its shape."""
         ...
 
     def receive_products(self, path: str, products: Sequence[Factors]) -> None:
@@ -40,7 +40,7 @@ class UseReceiver(Protocol):
     """Receiver of the gradients of separate uses: an accumulator of leaves."""
 
     def receive_use(self, path: str, number: int, gradient: Tensor) -> None:
-        """Add the gradient of one use of a parameter in a backward pass."""
+        """Add the gradient, of its shape, of one use of a parameter in a backward pass."""
         ...
 
 

@@ -26,7 +26,7 @@ def is_read_later(
         module: the module.
         args: its inputs.
         kwargs: its inputs by name.
-        outputs: tensors of its output.
+        outputs: tensors of its output, of any shape.
         storages: those of all parameters.
     """
     given = tree_leaves((args, kwargs))

@@ -12,7 +12,7 @@ from kenotron_optim.zero_stage import ZeroStage
 
 
 def make_masters(accumulator: GradAccumulator, stage: ZeroStage) -> dict[Piece, Tensor]:
-    """Return the masters of a rank, by (logical name, data rank): leaves, in fp32.
+    """Return the masters of a rank, by (logical name, data rank): flat leaves, in fp32.
 
     Args:
         accumulator: has the parameters and their buckets.
@@ -50,7 +50,7 @@ def pieces_of(accumulator: GradAccumulator, stage: ZeroStage) -> list[tuple[int,
 
 
 def master_of(accumulator: GradAccumulator, span: Span, rank: int, stage: ZeroStage) -> Tensor:
-    """The master of what a rank owns of a parameter."""
+    """The master (n,), in fp32, of what a rank owns of a parameter."""
     # With stage 3 the parameter's memory goes, and the master stays.
     own = range_of(accumulator, span, rank)
     return own.to(torch.float32, copy=stage.cuts_parameters).requires_grad_()

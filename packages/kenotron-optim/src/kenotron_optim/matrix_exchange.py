@@ -91,7 +91,7 @@ class MatrixExchange:
         """Take a step along what the gradients of the masters become when they are orthogonal.
 
         Args:
-            masters: slices with their gradients.
+            masters: flat slices with their gradients.
             optimizers: their groups that are marked ``matrices`` have learning rates.
             held: gives masters memory.
         """

@@ -34,7 +34,7 @@ class DeviceState:
     dtype of the parameters."""
 
     def make_masters(self, accumulator: GradAccumulator, stage: ZeroStage) -> dict[Piece, Tensor]:
-        """Return the masters of a rank; see ``kenotron_optim.masters``."""
+        """Return the flat masters of a rank; see ``kenotron_optim.masters``."""
         self.values = masters = make_masters(accumulator, stage)
         return masters
 
@@ -42,7 +42,7 @@ class DeviceState:
         """Take the optimizers over the masters, which hold the state."""
 
     def held(self, masters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Let masters and their state have memory on the device within the context."""
+        """Let flat masters and their state have memory on the device within the context."""
         return nullcontext()
 
     def advance(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
@@ -52,7 +52,7 @@ class DeviceState:
     def kept(self, tensor: Tensor, *, writes: bool = True) -> Tensor:
         """Return what holds a master, or a tensor of the state, between updates: live, no copy.
 
-        ``writes``: whether the caller may change it.
+        It is of any shape. ``writes``: whether the caller may change it.
         """
         return tensor.detach()
 
@@ -84,7 +84,7 @@ class HostState(DeviceState):
 
     @torch.no_grad()
     def make_masters(self, accumulator: GradAccumulator, stage: ZeroStage) -> dict[Piece, Tensor]:
-        """Return masters that have no memory on the device any more.
+        """Return flat masters that have no memory on the device any more.
 
         Up to stage 2 ``values`` are the parameters' own memory.
         """
@@ -108,7 +108,7 @@ class HostState(DeviceState):
 
     @contextmanager
     def held(self, masters: Iterable[Tensor]) -> Iterator[None]:
-        """Copy masters and their state to the device; at the end back, and into ``values``.
+        """Copy flat masters and their state to the device; at the end back, and into ``values``.
 
         All copies are queued on the current stream, and this process waits for none. Masters that
         have memory already are passed over.
@@ -140,7 +140,7 @@ class HostState(DeviceState):
             optimizer.param_groups = groups
 
     def kept(self, tensor: Tensor, *, writes: bool = True) -> Tensor:
-        """Return the host's values, once they have arrived; others than masters and state as is."""
+        """See ``DeviceState``: the host's values, once there; others as they are."""
         self._wait()
         self._may_differ |= writes
         return self._hosts.get(tensor, tensor).detach()

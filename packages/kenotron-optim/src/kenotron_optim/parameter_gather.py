@@ -91,7 +91,7 @@ class ParameterGathers:
     def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
         """Write masters, by (logical name, data rank), into the parameters and start the gathers.
 
-        While one group's slices travel, in place, the next one's are cast.
+        Masters are flat. While one group's slices travel, in place, the next one's are cast.
         """
         self.wait()
         for i, (data, pieces) in enumerate(self._pieces()):

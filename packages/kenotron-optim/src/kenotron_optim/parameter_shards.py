@@ -125,7 +125,7 @@ class ParameterShards(ParameterGathers):
                 self._take_memory(self.groups[group])
 
     def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
-        """Take other masters, by (logical name, data rank); the next uses gather them."""
+        """Take other flat masters, by (logical name, data rank); the next uses gather them."""
         self._masters = masters
         if self.sharded:
             self.free()

@@ -140,7 +140,7 @@ def blocks(buffer: Tensor, span: Span) -> Iterator[Place]:
 
 
 def write(buffer: Tensor, span: Span, values: Tensor) -> None:
-    """Copy a parameter-shaped tensor into its place in a bucket, casting."""
+    """Copy a tensor of the parameter's shape into its place in a bucket (d, width), casting."""
     copy(list(blocks(buffer, span)), values)
 
 
@@ -164,13 +164,13 @@ def _aligned(places: Sequence[Place], values: Tensor) -> Iterator[tuple[Tensor, 
 
 
 def copy(places: Sequence[Place], values: Tensor) -> None:
-    """Overwrite ``blocks`` by a parameter-shaped tensor, casting."""
+    """Overwrite ``blocks`` by a tensor of the parameter's shape, casting."""
     for view, part in _aligned(places, values):
         view.copy_(part)
 
 
 def add(places: Sequence[Place], values: Tensor) -> None:
-    """Add a parameter-shaped tensor onto its ``blocks``, in their dtype.
+    """Add a tensor of the parameter's shape onto its ``blocks``, in their dtype.
 
     It runs for every parameter and micro-batch: find the blocks once.
     """

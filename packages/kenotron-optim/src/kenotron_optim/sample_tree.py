@@ -32,7 +32,7 @@ class SampleTree:
         """Sums without a sibling so far."""
 
     def add(self, node: Node, value: Tensor) -> None:
-        """Add the sum of a node's samples, a tensor that may be overwritten; each node once."""
+        """Add the sum of a node's samples, of any shape, which may be overwritten; each once."""
         level, index = node
         while index or 1 << level < self._samples:
             sibling = level, index ^ 1

@@ -36,7 +36,7 @@ def options_of(
     masters: Mapping[Piece, Tensor],
     matrices: Container[str] | None,
 ) -> list[dict[str, Any]]:
-    """torch parameter groups over the masters, each piece in the group of its name."""
+    """torch parameter groups over the flat masters, each piece in the group of its name."""
     pieces: dict[str, list[Tensor]] = {}
     for (name, _), master in masters.items():
         pieces.setdefault(name, []).append(master)
@@ -92,7 +92,7 @@ def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def batches(masters: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
-    """Split masters into runs of at most ``limit`` bytes."""
+    """Split flat masters into runs of at most ``limit`` bytes."""
     batch: list[Tensor] = []
     filled = 0
     for master in masters:
@@ -108,7 +108,7 @@ def batches(masters: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
 def state_of(
     optimizers: Iterable[torch.optim.Optimizer], master: Tensor
 ) -> list[tuple[str, Tensor]]:
-    """Return the state of a master that has its shape, by kind: moments, not a count of steps."""
+    """Return a flat master's state of its shape, by kind: moments, not a count of steps."""
     state = next((each.state[master] for each in optimizers if master in each.state), {})
     return [
         (kind, entry)

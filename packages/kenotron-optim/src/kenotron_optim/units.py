@@ -53,7 +53,7 @@ class UnitHook:
 
 
 def no_leaf(x: Tensor) -> Tensor:
-    """Return a view of a leaf that learns, and any other tensor as it is.
+    """Return a view of a leaf (of any shape) that learns, and any other tensor as it is.
 
     Autograd gives a leaf its gradient before all else that is ready, and any other tensor after all
     that was computed later: only then a unit is done when its input has a gradient.
@@ -69,13 +69,15 @@ def is_opaque(leaf: Any) -> bool:
 def is_small(parameter: Tensor) -> bool:
     """Return whether a parameter is a vector or a short filter, which a split backward keeps.
 
+    Vectors are (n,), filters (channels, 1, width).
+
     A product of a weight's gradient may compute its input again, by a norm or a convolution.
     """
     return parameter.ndim < 2 or (parameter.ndim == 3 and parameter.shape[1] == 1)
 
 
 def has_memory(parameter: Tensor) -> bool:
-    """Return whether the values of a parameter may be read."""
+    """Return whether the values of a parameter, of any shape, may be read."""
     return parameter.untyped_storage().nbytes() >= parameter.nbytes
 
 
@@ -104,6 +106,8 @@ class GradientCalls:
 
     def call(self, x: Tensor, function: Callable[[], None], *, first: bool = False) -> None:
         """Call a function then; ``first``: before those that were given earlier.
+
+        ``x`` is of any shape.
 
         So the unit that read a tensor is freed before the one that made it gathers the next.
         """

@@ -76,7 +76,7 @@ class WeightAverages:
             self._averages[piece].copy_(master)
 
     def state(self) -> dict[str, tuple[Tensor, TensorLayout]]:
-        """Return this rank's slices as logical tensors, for checkpoints; live ones, no copies.
+        """Return this rank's flat slices as logical tensors, for checkpoints: live, no copies.
 
         Before the first update that is taken in there are none: a run that resumes then begins
         with the same update as one that was not stopped.
@@ -87,7 +87,7 @@ class WeightAverages:
         return {layout.name: (average, layout) for average, layout in own}
 
     def wanted(self) -> dict[str, tuple[Tensor, TensorLayout]]:
-        """Return every slice that this rank holds, to be overwritten when state is loaded."""
+        """Return every flat slice that this rank holds, to be overwritten when state is loaded."""
         self._has_begun = True
         return {
             f"{AVERAGE}.{name}.{rank}": (self._averages[name, rank], layout)

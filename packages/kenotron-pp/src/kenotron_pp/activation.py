@@ -41,7 +41,7 @@ class Form(NamedTuple):
         return cls(names, tuple((dtype, tuple(shape), wants) for dtype, shape, wants in tensors))
 
     def empty(self, device: torch.device, *, gradients: bool) -> list[Tensor]:
-        """Room for its tensors, or for their gradients where they want one."""
+        """Room for its tensors, of their shapes, or for their gradients where they want one."""
         return [
             torch.empty(shape, dtype=_DTYPES[dtype], device=device)
             for dtype, shape, wants in self.tensors
@@ -49,12 +49,12 @@ class Form(NamedTuple):
         ]
 
     def wanting(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of ``tensors`` that want a gradient."""
+        """Those of ``tensors``, which have the shapes of this form, that want a gradient."""
         return [x for x, (_, _, wants) in zip(tensors, self.tensors, strict=True) if wants]
 
 
 def flatten(x: Any) -> tuple[tuple[str, ...] | int | None, list[Tensor]]:
-    """The tensors of an activation, and how they were held.
+    """The tensors, of any shape, of an activation, and how they were held.
 
     Raises TypeError for anything but a tensor, a tuple of tensors or a dict of them.
     """
@@ -75,7 +75,7 @@ def flatten(x: Any) -> tuple[tuple[str, ...] | int | None, list[Tensor]]:
 
 
 def unflatten(names: tuple[str, ...] | int | None, tensors: Sequence[Tensor]) -> Activation:
-    """Undo ``flatten``."""
+    """Undo ``flatten``; tensors are of any shape."""
     if names is None:
         return tensors[0]
     if isinstance(names, int):
@@ -84,7 +84,10 @@ def unflatten(names: tuple[str, ...] | int | None, tensors: Sequence[Tensor]) ->
 
 
 def form_of(names: tuple[str, ...] | int | None, tensors: Sequence[Tensor]) -> Form:
-    """The form of a flattened activation. Raises ValueError for a dtype that cannot travel."""
+    """The form of a flattened activation, of tensors of any shape.
+
+    Raises ValueError for a dtype that cannot travel.
+    """
     found = []
     for x in tensors:
         dtype = str(x.dtype)

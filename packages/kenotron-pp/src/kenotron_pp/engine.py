@@ -18,7 +18,10 @@ _run = Variable._execution_engine.run_backward
 def accumulate(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor] = ()
 ) -> None:
-    """Add the gradients of all leaves below ``roots``, or of those given, to their ``grad``."""
+    """Add the gradients of all leaves below ``roots``, or of those given, to their ``grad``.
+
+    ``gradients`` have the shapes of ``roots``.
+    """
     _run(
         tuple(roots), tuple(gradients), False, False, tuple(leaves),
         allow_unreachable=True, accumulate_grad=True,
@@ -32,7 +35,10 @@ def gradients_at(
     *,
     keep_graph: bool,
 ) -> list[Tensor | None]:
-    """Return the gradients that arrive at ``places``; None where none does. No ``grad`` changes."""
+    """Return the gradients that arrive at ``places``; None where none does. No ``grad`` changes.
+
+    ``gradients`` have the shapes of ``roots``, and results those of ``places``.
+    """
     found = _run(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(places),
         allow_unreachable=True, accumulate_grad=False,

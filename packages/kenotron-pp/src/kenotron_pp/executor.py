@@ -49,7 +49,7 @@ class StagePart:
         self._ones: dict[torch.dtype, Tensor] = {}
 
     def one(self, dtype: torch.dtype) -> Tensor:
-        """The gradient of a loss."""
+        """The gradient of a loss, a scalar."""
         if dtype not in self._ones:
             self._ones[dtype] = torch.ones((), dtype=dtype, device=self.device)
         return self._ones[dtype]

@@ -46,7 +46,7 @@ class SharedLoss:
             self._handle = broadcast(own, self._axis, self._source, async_op=True)
 
     def arrive(self, loss: Tensor) -> Tensor:
-        """The fp32 loss, the same on every rank; ``loss`` counts where the last layer is."""
+        """The fp32 loss, a scalar, the same everywhere; ``loss`` counts where the last layer is."""
         if self._handle is not None:
             return self._handle.wait()
         return broadcast(loss.float(), self._axis, self._source)

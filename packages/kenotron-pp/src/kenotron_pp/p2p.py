@@ -73,7 +73,7 @@ class Links:
         return self._forms[transfer.boundary, self._keys[transfer.microbatch]]
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor], form: Form | None = None) -> None:
-        """Start sending; ``form`` comes with activations.
+        """Start sending tensors of any shape; ``form`` comes with activations.
 
         Raises ValueError when an activation has another form than those before it.
         """
@@ -113,7 +113,7 @@ class Links:
             self._place[transfer.source] += 1
 
     def take(self, transfer: Transfer) -> list[Tensor]:
-        """Wait for what was posted."""
+        """Wait for what was posted, of the shapes of its form."""
         return [handle.wait() for handle in self._posted.pop(transfer)]
 
     def release(self, transfers: Sequence[Transfer]) -> None:

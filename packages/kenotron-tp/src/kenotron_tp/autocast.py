@@ -15,7 +15,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 def cast_for_autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the tensors as autocast would for ``F.linear``; communication is in that dtype too."""
+    """Cast tensors, of any shape, as autocast for ``F.linear``; messages are in that dtype too."""
     device = x.device.type
     if not _casts(device):
         return x, weight, bias

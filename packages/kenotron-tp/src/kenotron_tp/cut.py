@@ -20,7 +20,7 @@ def check_axis(axis: Axis) -> None:
 
 
 def cut_parameter(whole: Tensor, name: str, shard: Shard, axis: Axis) -> nn.Parameter:
-    """This rank's part of ``whole`` as a parameter; on meta only its shape."""
+    """This rank's part of ``whole``, of any shape, as a parameter; on meta only its shape."""
     layout = TensorLayout(name, tuple(whole.shape), (shard,))
     view = GridView({axis.name: axis.size}, {axis.name: axis.rank})
     if whole.is_meta:

@@ -123,7 +123,10 @@ def _land(flight: tuple[slice, Handle] | None, dx: Tensor | None) -> None:
 
 
 def added(total: Tensor | None, dy: Tensor, x: Tensor, last: bool) -> Tensor:
-    """``total`` and dy^T x; in fp32 at least where more is to come."""
+    """``total`` (V/t, I) and dy^T x of a chunk: dy (rows, V/t) and x (rows, I).
+
+    In fp32 at least where more is to come.
+    """
     if total is None:
         first = product(dy.t(), x)
         return first if last else first.to(torch.promote_types(first.dtype, torch.float32))

@@ -58,7 +58,7 @@ class SharedInput(CutModule):
     """A module without parameters next to experts that are cut: 1/t of its input enters it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute this rank's share."""
+        """Compute this rank's share; x is of any shape."""
         return super().forward(x / self.axis.size)
 
 

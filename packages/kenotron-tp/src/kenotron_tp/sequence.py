@@ -70,7 +70,7 @@ def call_mode(layer: nn.Module, built: bool, wanted: bool | None) -> bool:
 
 
 def check_tokens(x: Tensor) -> None:
-    """Raise ValueError when x has no dim of tokens before its features."""
+    """Raise ValueError when x is not (n, ..., features): tokens before its features."""
     if x.ndim < 2:
         raise ValueError(
             f"under sequence parallelism x {tuple(x.shape)} needs its tokens along dim 0 and its "

@@ -56,6 +56,8 @@ def checked_terms(
 ) -> Terms:
     """The terms of a loss of ``width`` columns a rank; without ``vocab_size`` all of them count.
 
+    ``labels`` are of any shape.
+
     Raises ValueError for sizes or coefficients that make no sense; on CPU also IndexError for a
     label outside the vocabulary. Elsewhere looking for one would stop the device, and the
     position's loss is NaN.
@@ -114,7 +116,7 @@ def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
 
 
 def whole_statistics(local: Tensor, width: int, terms: Terms) -> SoftmaxStatistics:
-    """The statistics over all ranks' columns: one all-gather of five numbers a position."""
+    """The statistics over all ranks' columns: one all-gather of five numbers a position, (5, T)."""
     if terms.axis.size == 1:
         highest, sum_exp, total, target, here = local.unbind()
         return SoftmaxStatistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)

@@ -27,7 +27,7 @@ class Shares(NamedTuple):
 
 
 def computes_once(logits: Tensor, terms: Terms) -> bool:
-    """Return whether these logits are worked on here; else by ``softmax``: label smoothing."""
+    """Return whether logits (T, W) are worked on here; else by ``softmax``: label smoothing."""
     return logits.device.type != "cpu" and not terms.label_smoothing
 
 

@@ -67,7 +67,7 @@ class Shift(Part):
 
 
 def plain(mixer: Shift, x_BSD: Tensor) -> Tensor:
-    """Compute the same with plain torch, token by token."""
+    """Compute the same with plain torch, token by token: (B, S, D)."""
     gate, value, write = (next(each.parameters()) for each in mixer.children())
     outputs, before = [], x_BSD.new_zeros(len(x_BSD), len(value))
     for x_BD in x_BSD.unbind(1):

@@ -48,7 +48,7 @@ def check_replicas(
 
 
 def bit_sums(tensor: Tensor) -> Tensor:
-    """Two int64 numbers from the bits of a tensor: equal tensors have equal ones, on any device."""
+    """Int64 (2,) from the bits of a tensor of any shape: equal where those are, on any device."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(-1).view(width)
     return torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])

@@ -93,7 +93,7 @@ class FakeNccl(_ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> FakeWork:
-        """Several gathers in one launch."""
+        """Several gathers in one launch; outputs have n times the elements of their inputs."""
         pairs = list(zip(outputs, inputs, strict=True))
         given = [x.clone() if _overlap(out, x) else x for out, x in pairs]
         found = [torch.empty_like(out) for out in outputs]

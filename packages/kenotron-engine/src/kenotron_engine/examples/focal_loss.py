@@ -36,7 +36,7 @@ class Focal(NextToken):
     gamma: float = 2.0
 
     def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
-        """Return the loss of each micro-batch, divided by the targets of the global batch."""
+        """Return the loss of each micro-batch, divided by ``count`` (scalar), global targets."""
 
         def loss(x: Tensor, microbatch: int) -> Parts:
             losses_T = token_losses(model, x, share.micros[microbatch].labels_BS)

@@ -47,12 +47,15 @@ class Preference:
     columns = 0
 
     def counts(self, batch: Batch, mesh: Mesh) -> Tensor:
-        """Pairs of the global batch, and its tokens but padding."""
+        """Pairs of the global batch, and its tokens but padding: (2,) int64."""
         pairs = (batch.samples_MB[:, ::2] >= 0).sum().to(mesh.device)
         return torch.stack([all_reduce(pairs, mesh["dp"]), global_counts(batch, mesh)[1]])
 
     def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
-        """The loss of pairs; ranks of cp have parts of rows, whose sums all of them need."""
+        """The loss of pairs; ranks of cp have parts of rows, whose sums all of them need.
+
+        ``count`` is a scalar.
+        """
         cp = model.mesh["cp"]
 
         def loss(x: Tensor, microbatch: int) -> Parts:
@@ -73,7 +76,7 @@ class Preference:
         return loss
 
     def reported(self, loss: Tensor, reports: Tensor) -> Tensor:
-        """All of the loss is reported."""
+        """All of the loss, a scalar, is reported; ``reports`` (r,)."""
         return loss
 
     def outcome(
