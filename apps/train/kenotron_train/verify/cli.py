@@ -14,9 +14,10 @@ from kenotron_dist.launch import launcher, threads_of_rank
 from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config
 from kenotron_train.log.printing import fail
+from kenotron_train.verify.changes import changes
 from kenotron_train.verify.comparison import allowed, compare_with_one
 from kenotron_train.verify.report import Verdict, show, write_json
-from kenotron_train.verify.shrink import changes, has_documents, shrink
+from kenotron_train.verify.shrink import has_documents, shrink
 
 RANKS = 8
 STEPS = 3
