@@ -52,6 +52,7 @@ from kenotron_models.spec import DecoderSpec
 from kenotron_models.transformers_block import TransformersBlock, transformers_blocks
 from kenotron_models.transformers_layers import TransformersLayer
 from kenotron_models.transformers_meta import layers_on_meta
+from kenotron_models.transformers_model import plain_model
 from kenotron_models.transformers_names import (
     is_tied_copy,
     transformers_names,
@@ -118,6 +119,7 @@ __all__ = [
     "foreign_keys",
     "peft_module",
     "peft_problems",
+    "plain_model",
     "rank_and_scale",
     "reported_name",
     "router_shapes",

@@ -142,6 +142,18 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
     return model.train()
 
 
+def plain_model(spec: TransformersSpec) -> Any:
+    """Return transformers' own model in float32 with random weights, as its users make it.
+
+    Its attention is transformers' own, also where it would be computed here.
+    """
+    chosen = None if spec.attention == OWN_ATTENTION else spec.attention
+    model = _transformers().AutoModelForCausalLM.from_config(
+        config_of(spec.config_json), dtype=torch.float32, attn_implementation=chosen
+    )
+    return model.train()
+
+
 def dynamic_cache(model: Any) -> Any:
     """Return an empty cache of transformers with a layer of each layer's kind."""
     return _transformers().DynamicCache(config=model.config.get_text_config(decoder=True))

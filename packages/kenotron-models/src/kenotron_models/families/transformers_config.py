@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from kenotron_dist import Axis
 from kenotron_dist.placement import materialize
@@ -24,6 +25,8 @@ from kenotron_models.transformers_spec import TransformersSpec
 
 CONFIG = "config.json"
 ATTENTIONS = ("sdpa", "eager", OWN_ATTENTION)
+MOST = 100_000_000
+"""Parameters of a copy."""
 OF_A_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of config.json that say nothing of the model."""
 
@@ -126,9 +129,10 @@ class TransformersConfig:
             try:
                 text = small_json(self.config_json, sizes, narrow=narrow)
                 found = replace(self, config_json=text)
-                layers_on_meta(found.decoder, sizes.tp, sizes.ep)
+                layers = layers_on_meta(found.decoder, sizes.tp, sizes.ep)
                 if narrow:
                     _compute(found.decoder)
+                _check_small(layers)
                 return found
             except Exception as error:  # of any kind: models of transformers have their own
                 refused.append(f"{'few features' if narrow else 'few layers'}: {error}")
@@ -145,6 +149,13 @@ class TransformersConfig:
                 *refused,
             ]
         )
+
+
+def _check_small(layers: list[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError where a rank has too many parameters for a copy."""
+    count = sum(each.numel() for _, layer in layers for each in layer.parameters())
+    if count > MOST:
+        raise ValueError(f"{count:,} parameters, which are more than {MOST:,}")
 
 
 def _compute(spec: TransformersSpec) -> None:

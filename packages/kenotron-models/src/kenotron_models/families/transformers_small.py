@@ -50,13 +50,7 @@ MOST = {
     "router_hidden_size": 16, "position_bias_num_buckets": 32, "prompt_length": 4,
 }  # fmt: skip
 """Largest values of sizes that stand for themselves."""
-COUNTS = (
-    "index_n_heads",
-    "indexer_n_heads",
-    "linear_num_heads",
-    "linear_num_key_heads",
-    "n_mamba_heads",
-)
+COUNTS = re.compile(r"indexer?_n_heads|linear_num_(key_)?heads|n_mamba_heads")
 """Heads of other kinds, which ranks of tp share."""
 WIDTHS = ("head_dim", "kv_channels", "d_head", "dim_head", "attention_head_size")
 """Keys of the features of a head."""
