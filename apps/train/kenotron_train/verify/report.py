@@ -184,9 +184,9 @@ def _conclusion(verdict: Verdict) -> list[str]:
         if failed := [check for check in checks if not check.passed]:
             return _failure(verdict, failed, other)
     lost = " and ".join(verdict.not_compared)
-    passed = f"PASS: {layout} computes what one process computes"
-    passed += ", and transformers' own model" * bool(outcome.plain)
-    return [passed, f"{lost} of the config: not compared, see --ranks"] if lost else [passed]
+    lines = [f"PASS: {layout} computes what one process computes"]
+    lines += ["and what transformers' own model computes in plain torch"] * bool(outcome.plain)
+    return [*lines, f"{lost} of the config: not compared, see --ranks"] if lost else lines
 
 
 def _failure(verdict: Verdict, failed: list[Check], other: str) -> list[str]:
