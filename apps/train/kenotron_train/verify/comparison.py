@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import numpy as np
 
-from kenotron_config import Config, ParallelismConfig
+from kenotron_config import Config, ExistingCheckpointInitConfig, ParallelismConfig
 from kenotron_data import Batch, Corpus, Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_dist.diagnosis import watch
@@ -41,7 +41,7 @@ from kenotron_train.verify.measured import (
     Measured,
     Outcome,
 )
-from kenotron_train.verify.plain_transformers import measure_plain, updates_by_torch
+from kenotron_train.verify.plain_transformers import draw, measure_plain, updates_by_torch
 from kenotron_train.verify.shrink import on_one_process
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
 
@@ -69,6 +69,8 @@ def measure(
     corpus = Corpus(MadeUpTokens(vocabulary, sequence, seed, documents))
     with watch(mesh, limit=LIMIT), open_loader(data_plan(config), mesh, corpus, Cursor()) as loader:
         training = build_training(config, mesh)
+        if isinstance(config.model.init_method, ExistingCheckpointInitConfig):
+            draw(training, seed)
         initial = weight_pieces(training)
         given = [None] * config.tokens.train_steps if forced is None else forced
         steps = [
@@ -173,7 +175,7 @@ def compare_with_one(small: Config, documents: bool, threads: int, bound: float)
     except RankError as error:
         raise ValueError(f"one process cannot train the small copy: {error}") from error
     found = compare(layout, alone, bound)
-    if not isinstance(small.decoder, TransformersSpec):
+    if not isinstance(small.decoder, TransformersSpec) or small.model.adapter is not None:
         return Outcome(found)
     plain = _plain(one, documents, alone, gradients, threads)
     relative = GRADIENT_TOLERANCE * max(1.0, small.decoder.depth / DEPTH)

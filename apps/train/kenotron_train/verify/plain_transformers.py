@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from kenotron_config import Config
 from kenotron_data import Batch, Corpus, Cursor
-from kenotron_dist import Mesh
+from kenotron_dist import Mesh, local_boxes
+from kenotron_dist.boxes import view_of
 from kenotron_engine import Piece, Whole
 from kenotron_models import TransformersSpec, plain_model, transformers_names
 from kenotron_optim import AdamWConfig, learning_rate
@@ -24,6 +25,8 @@ from kenotron_train.data.stage_dataset import open_loader
 from kenotron_train.verify.measured import ComparedStep, Measured
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
 
+MOVED = 0.05
+"""Standard deviation of what is added to the draws of transformers."""
 WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Attributes of a model that hold the weight of its balance loss."""
 
@@ -64,6 +67,29 @@ def measure_plain(
                 _update(training, optimizer, learning, gradient, number)
             steps.append(ComparedStep(loss, norm, pieces, _pieces(own)))
     return Measured(initial, steps)
+
+
+def draw(training: Training, seed: int) -> None:
+    """Fill this rank's weights from transformers' own draws, the same on every layout.
+
+    Biases, norms and what begins with zeros are moved, so that each of them matters.
+    """
+    spec, mesh = cast(TransformersSpec, training.plan.spec), training.mesh
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        drawn = tensors_of(plain_model(spec), spec)
+        for tensor in drawn.values():
+            tensor += MOVED * torch.randn(tensor.shape)
+        for tensor, layout in training.first_records().values():
+            if layout.name in drawn:  # not an adapter
+                view = mesh.view(layout)
+                for box in local_boxes(layout, view):
+                    place = tuple(
+                        slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True)
+                    )
+                    view_of(tensor, layout, view, box).copy_(drawn[layout.name][place])
+    if training.plan.adapter is None:
+        training.optimizer.reload()
 
 
 def updates_by_torch(config: Config) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from kenotron_config import (
     Config,
+    ExistingCheckpointInitConfig,
     LoggingConfig,
     ModelConfig,
     ParallelismConfig,
@@ -167,14 +168,14 @@ def _model(
     small = small_model(sizes, cut, padding, few(padding, MOST_PADDING))
     method = section.init_method
     drawn = method if isinstance(method, RandomInitConfig) else RandomInitConfig(std=STD)
-    if drawn is not method and isinstance(sizes, TransformersConfig):
-        drawn = replace(drawn, scaling_method="NONE")  # others need a plan of transformers
     gain = min(drawn.std * math.sqrt(sizes.hidden_size), MOST_GAIN)
     std = max(gain / math.sqrt(small.hidden_size), LEAST_STD)
+    folder = isinstance(method, ExistingCheckpointInitConfig)
+    own = folder and isinstance(sizes, TransformersConfig)  # transformers draws them
     return replace(
         section,
         model_config=small,
-        init_method=replace(drawn, std=float(f"{std:.3g}")),
+        init_method=method if own else replace(drawn, std=float(f"{std:.3g}")),
         dtype="float32",
         cuda_graph=False,  # it runs on CPUs
         make_vocab_size_divisible_by=few(padding, MOST_PADDING),
