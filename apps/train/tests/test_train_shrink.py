@@ -15,7 +15,8 @@ from kenotron_config import DEFAULT_CONFIG, Config, dump_config, unavailable
 from kenotron_models import parameter_count
 from kenotron_optim import MuonConfig
 from kenotron_train.config_file import load_config, parse_config
-from kenotron_train.verify.shrink import changes, has_documents, on_one_process, shrink
+from kenotron_train.verify.changes import changes
+from kenotron_train.verify.shrink import has_documents, on_one_process, shrink
 from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
 from kenotron_train.verify.shrink_model import small_heads, small_vocabulary
 

@@ -15,7 +15,8 @@ from verify_faults import Planted
 from kenotron_engine import gradient_deviations, largest_difference
 from kenotron_train.cli import main
 from kenotron_train.verify import comparison
-from kenotron_train.verify.comparison import ComparedStep, Departure, Measured, layout_gradients
+from kenotron_train.verify.comparison import layout_gradients
+from kenotron_train.verify.measured import ComparedStep, Departure, Measured
 
 TIED = ["model.model_config.tie_word_embeddings=true"]
 

@@ -15,7 +15,8 @@ from kenotron_dist import Mesh
 from kenotron_dist.placement import Partial, parameter_layouts
 from kenotron_engine import ModelPlan, build_model
 from kenotron_optim import GradAccumulator, SlicedOptimizer, Slices
-from kenotron_train.verify.comparison import Measured, measure
+from kenotron_train.verify.comparison import measure
+from kenotron_train.verify.measured import Measured
 
 
 def norms_not_reduced() -> Any:

@@ -11,15 +11,19 @@ from pathlib import Path
 from kenotron_command import BAD_INPUT, add_config_flags, count, framed
 from kenotron_config import DEFAULT_CONFIG, ParallelismConfig
 from kenotron_dist.launch import launcher, threads_of_rank
+from kenotron_models import TransformersSpec
 from kenotron_train.called import parser_of
 from kenotron_train.config_file import load_config
 from kenotron_train.log.printing import fail
+from kenotron_train.verify.changes import changes
 from kenotron_train.verify.comparison import allowed, compare_with_one
 from kenotron_train.verify.report import Verdict, show, write_json
-from kenotron_train.verify.shrink import changes, has_documents, shrink
+from kenotron_train.verify.shrink import has_documents, shrink
 
 RANKS = 8
 STEPS = 3
+CURVE = 5
+"""Steps of a model of transformers."""
 
 
 def verify_main(argv: Sequence[str]) -> int:
@@ -38,16 +42,17 @@ def _verify(given: argparse.Namespace) -> int:
         raise ValueError("verify starts its processes itself: run it without a launcher")
     target = None if given.json is None else _target(given.json)
     config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
-    small = shrink(config, given.ranks, given.steps)
+    curve = isinstance(config.decoder, TransformersSpec)  # it is compared with plain torch
+    small = shrink(config, given.ranks, given.steps or (CURVE if curve else STEPS))
     before, after = config.parallelism, small.parallelism
     _check_ranks(before, after, given.ranks)
     threads = given.threads or threads_of_rank(after.world_size)
     layers, compiled = small.decoder.num_hidden_layers, small.model.compile
     exact = config.general.reproducible
     bound = 0.0 if exact else allowed(after, layers, compiled=compiled)
-    checks, broken = compare_with_one(small, has_documents(config), threads, bound)
+    outcome = compare_with_one(small, has_documents(config), threads, bound)
     different = changes(config, small)
-    verdict = Verdict(name, before, after, small.tokens, bound, different, checks, broken)
+    verdict = Verdict(name, before, after, small.tokens, bound, different, outcome)
     show(verdict, time.monotonic() - begin)
     if target is not None:
         write_json(target, verdict)
@@ -80,7 +85,8 @@ def verify_parser() -> argparse.ArgumentParser:
         "verify",
         "Compare a config's layout with one process, before GPU hours are spent: a "
         "small copy of the same structure runs for some steps on local CPU processes, and losses, "
-        "gradients and weights must be those of one process. Exit status 0: they are; 1: they are "
+        "gradients and weights must be those of one process. A model of transformers is also "
+        "compared with itself in plain torch. Exit status 0: they are; 1: they are "
         "not; 2: the config cannot be used, or nothing could be compared. An axis for which "
         "--ranks does not suffice is named and not compared. Nothing that the config names is "
         "read or written.",
@@ -91,7 +97,10 @@ def verify_parser() -> argparse.ArgumentParser:
         "--ranks", type=count, default=RANKS, metavar="N",
         help=f"processes at most; a larger layout is made smaller (default: {RANKS})",
     )  # fmt: skip
-    add("--steps", type=count, default=STEPS, metavar="N", help=f"default: {STEPS}")
+    add(
+        "--steps", type=count, metavar="N",
+        help=f"default: {STEPS}, and {CURVE} for a model of transformers",
+    )  # fmt: skip
     add(
         "--threads", type=count, metavar="N",
         help="of each process, also of the one alone (default: OMP_NUM_THREADS, else a share of "

@@ -8,12 +8,11 @@ an optimizer that turns a tiny gradient's sign into a whole update cannot hide o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
 
-from kenotron_config import Config, ParallelismConfig
+from kenotron_config import Config, ExistingCheckpointInitConfig, ParallelismConfig
 from kenotron_data import Batch, Corpus, Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_dist.diagnosis import watch
@@ -31,9 +30,18 @@ from kenotron_engine import (
     weight_pieces,
     write_slices,
 )
+from kenotron_models import TransformersSpec
 from kenotron_optim import Slices
 from kenotron_train.assemble import TrainingRun, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_loader
+from kenotron_train.verify.measured import (
+    Check,
+    ComparedStep,
+    Departure,
+    Measured,
+    Outcome,
+)
+from kenotron_train.verify.plain_transformers import draw, measure_plain, updates_by_torch
 from kenotron_train.verify.shrink import on_one_process
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
 
@@ -41,62 +49,11 @@ ROUNDING = 2.0**-23
 """Largest distance of two neighbouring float32 numbers, in their size."""
 DEPTH = 8
 """Decoder layers from which on roundings are allowed in proportion to them."""
+UPDATES = "updated weights"
 PRELOAD = (__name__,)
+PLAIN = measure_plain.__module__
 LIMIT = timedelta(minutes=5)
 """Longest time that a rank may let others wait: compiling takes a while."""
-
-
-@dataclass(frozen=True)
-class ComparedStep:
-    """Measurements of one rank in a step."""
-
-    loss: float
-    norm: float
-    """Of the whole gradient, before clipping."""
-    gradient: list[Piece]
-    weights: list[Piece]
-    """After the update."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of one rank."""
-
-    initial: list[Piece]
-    """Weights before the first step."""
-    steps: list[ComparedStep]
-    frozen: frozenset[str] = frozenset()
-    """Weights without a gradient, by name."""
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A tensor that deviates by more than is allowed."""
-
-    name: str
-    deviation: float
-    bound: float
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison; of tensors the worst is shown."""
-
-    step: int
-    """From 1; 0 before the first."""
-    what: str
-    deviation: float
-    bound: float
-    """0: to the bit."""
-    worst: str = ""
-    """The tensor whose deviation is largest in units of its bound."""
-    departures: list[Departure] = field(default_factory=list)
-    """Tensors above their bounds, in the order of the model."""
-
-    @property
-    def passed(self) -> bool:
-        """True where nothing deviates by more than is allowed."""
-        return self.deviation <= self.bound and not self.departures
 
 
 def measure(
@@ -112,6 +69,8 @@ def measure(
     corpus = Corpus(MadeUpTokens(vocabulary, sequence, seed, documents))
     with watch(mesh, limit=LIMIT), open_loader(data_plan(config), mesh, corpus, Cursor()) as loader:
         training = build_training(config, mesh)
+        if isinstance(config.model.init_method, ExistingCheckpointInitConfig):
+            draw(training, seed)
         initial = weight_pieces(training)
         given = [None] * config.tokens.train_steps if forced is None else forced
         steps = [
@@ -186,15 +145,13 @@ def compare(layout: list[Measured], one: Measured, relative: float) -> list[Chec
         after = join_pieces([own.weights])
         bounds = update_bounds(before, after, i + 1, relative)
         pieces = [rank.weights for rank in ranks]
-        found.append(_tensors(i + 1, "updated weights", pieces, after, bounds))
+        found.append(_tensors(i + 1, UPDATES, pieces, after, bounds))
         before = after
     return found
 
 
-def compare_with_one(
-    small: Config, documents: bool, threads: int, bound: float
-) -> tuple[list[Check], str]:
-    """Return all checks, and why the layout did not run, if it did not.
+def compare_with_one(small: Config, documents: bool, threads: int, bound: float) -> Outcome:
+    """Return all checks, or why the layout did not run.
 
     The layout of ``small`` and one process are started, one after the other; ``documents``: samples
     are of several documents; ``bound``: see ``allowed``. Raises ValueError where one process cannot
@@ -207,17 +164,40 @@ def compare_with_one(
             ep=sizes.ep, preload=PRELOAD, threads=threads,
         )  # fmt: skip
     except RankError as error:
-        return [], str(error)
+        return Outcome(broken=str(error))
     try:
         gradients = layout_gradients(layout)
     except ValueError as error:
-        return [], f"its gradients are not whole: {error}"
+        return Outcome(broken=f"its gradients are not whole: {error}")
     one = on_one_process(small)
     try:
         alone = spawn(measure, one, documents, gradients, preload=PRELOAD, threads=threads)[0]
     except RankError as error:
         raise ValueError(f"one process cannot train the small copy: {error}") from error
-    return compare(layout, alone, bound), ""
+    found = compare(layout, alone, bound)
+    if not isinstance(small.decoder, TransformersSpec) or small.model.adapter is not None:
+        return Outcome(found)
+    plain = _plain(one, documents, alone, gradients, threads)
+    relative = GRADIENT_TOLERANCE * max(1.0, small.decoder.depth / DEPTH)
+    checks = [each for each in compare(layout, plain, relative) if each.step]  # not of what it got
+    if not updates_by_torch(one):
+        checks = [each for each in checks if each.what != UPDATES]
+    losses = zip(layout[0].steps, plain.steps, strict=True)
+    return Outcome(found, plain=checks, curve=[(ours.loss, theirs.loss) for ours, theirs in losses])
+
+
+def _plain(
+    one: Config, documents: bool, alone: Measured, gradients: list[Whole], threads: int
+) -> Measured:
+    """Return what transformers' own model makes of the same steps."""
+    weights = [join_pieces([each]) for each in (alone.initial, *(s.weights for s in alone.steps))]
+    try:
+        return spawn(
+            measure_plain, one, documents, weights, gradients,
+            preload=(PLAIN,), threads=threads,
+        )[0]  # fmt: skip
+    except RankError as error:
+        raise ValueError(f"transformers' own model of the small copy: {error}") from error
 
 
 def _check_finite(step: int, own: ComparedStep) -> None:

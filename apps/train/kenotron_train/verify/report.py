@@ -12,9 +12,9 @@ from rich.table import Table
 
 from kenotron_command import or_null
 from kenotron_config import ParallelismConfig, TokensConfig
-from kenotron_engine import GRADIENT_FLOOR
+from kenotron_engine import GRADIENT_FLOOR, GRADIENT_TOLERANCE
 from kenotron_train.log.printing import say
-from kenotron_train.verify.comparison import Check
+from kenotron_train.verify.measured import Check, Outcome
 
 SHOWN = 4
 """Further tensors that depart which are named."""
@@ -40,9 +40,7 @@ class Verdict:
     """Largest relative deviation."""
     changes: list[tuple[str, str, str]]
     """(key, in the config, in the copy)"""
-    checks: list[Check]
-    broken: str
-    """Reason why the layout did not run; empty where it did."""
+    outcome: Outcome
 
     @property
     def not_compared(self) -> list[str]:
@@ -56,7 +54,7 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """True where every check passed."""
-        return not self.broken and all(check.passed for check in self.checks)
+        return self.outcome.passed
 
 
 def show(verdict: Verdict, seconds: float) -> None:
@@ -77,8 +75,15 @@ def _print(verdict: Verdict, console: Console) -> None:
     for line in [*_dropped(verdict), _runs(verdict.after, verdict.tokens)]:
         console.print(line, soft_wrap=True)
     console.print()
-    if verdict.checks:
-        console.print(_checks(verdict.checks))
+    outcome = verdict.outcome
+    if outcome.checks:
+        console.print(_checks(outcome.checks))
+        console.print()
+    if outcome.plain:
+        console.print("The same layout against transformers' own model in plain torch:")
+        console.print(_checks(outcome.plain))
+        console.print()
+        console.print(_curve(outcome.curve))
         console.print()
     for line in _conclusion(verdict):
         console.print(line)
@@ -102,10 +107,20 @@ def write_json(path: Path, verdict: Verdict) -> None:
         "layout": verdict.after.grid,
         "not_compared": verdict.not_compared,
         "changes": [{"key": key, "config": old, "copy": new} for key, old, new in verdict.changes],
-        "checks": [_plain(check) for check in verdict.checks],
-        "broken": verdict.broken or None,
+        "checks": [_plain(check) for check in verdict.outcome.checks],
+        "transformers": _of_transformers(verdict.outcome),
+        "broken": verdict.outcome.broken or None,
     }
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _of_transformers(outcome: Outcome) -> dict[str, Any] | None:
+    """Return the comparison with transformers' own model; None: there is none."""
+    if not outcome.plain:
+        return None
+    ours, theirs = ([or_null(pair[i]) for pair in outcome.curve] for i in (0, 1))
+    checks = [_plain(check) for check in outcome.plain]
+    return {"checks": checks, "losses": {"layout": ours, "transformers": theirs}}
 
 
 def _plain(check: Check) -> dict[str, Any]:
@@ -145,6 +160,13 @@ def _checks(checks: list[Check]) -> Table:
     return table
 
 
+def _curve(losses: list[tuple[float, float]]) -> Table:
+    table = _table("step", "loss of the layout", "of transformers")
+    for step, (ours, theirs) in enumerate(losses, start=1):
+        table.add_row(str(step), f"{ours:.6f}", f"{theirs:.6f}")
+    return table
+
+
 def _dropped(verdict: Verdict) -> list[str]:
     """List what is not compared."""
     if verdict.before.world_size == 1:
@@ -154,20 +176,28 @@ def _dropped(verdict: Verdict) -> list[str]:
 
 
 def _conclusion(verdict: Verdict) -> list[str]:
-    layout = verdict.after.described
-    if verdict.broken:
-        return [f"FAIL: the layout {layout} does not run: {verdict.broken}"]
-    failed = [check for check in verdict.checks if not check.passed]
-    if not failed:
-        lost = " and ".join(verdict.not_compared)
-        passed = f"PASS: {layout} computes what one process computes"
-        return [passed, f"{lost} of the config: not compared, see --ranks"] if lost else [passed]
+    layout, outcome = verdict.after.described, verdict.outcome
+    if outcome.broken:
+        return [f"FAIL: the layout {layout} does not run: {outcome.broken}"]
+    against = {"one process": outcome.checks, "transformers' own model": outcome.plain}
+    for other, checks in against.items():
+        if failed := [check for check in checks if not check.passed]:
+            return _failure(verdict, failed, other)
+    lost = " and ".join(verdict.not_compared)
+    lines = [f"PASS: {layout} computes what one process computes"]
+    lines += ["and what transformers' own model computes in plain torch"] * bool(outcome.plain)
+    return [*lines, f"{lost} of the config: not compared, see --ranks"] if lost else lines
+
+
+def _failure(verdict: Verdict, failed: list[Check], other: str) -> list[str]:
+    """Name the tensors and numbers that depart from those of another training."""
     # The tensors of the first failed check that has some: later ones follow from them.
     tensors = next((check for check in failed if check.departures), None)
-    lines = [] if tensors is None else _departures(tensors, verdict.allowed)
+    lines = [] if tensors is None else _departures(tensors, verdict.allowed or GRADIENT_TOLERANCE)
     step = f"at step {failed[0].step}" if failed[0].step else "before the first step"
     said = ", ".join(f"{check.what} ({check.deviation:.1e})" for check in failed)
-    return [*lines, f"FAIL: {layout} departs from one process {step}: {said}"]
+    layout = verdict.after.described
+    return [*lines, f"FAIL: {layout} departs from {other} {step}: {said}"]
 
 
 def _departures(check: Check, relative: float) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, cast
 
 from kenotron_config import (
     Config,
+    ExistingCheckpointInitConfig,
     LoggingConfig,
     ModelConfig,
     ParallelismConfig,
@@ -27,6 +27,7 @@ from kenotron_data.config import (
 from kenotron_dist import Axis
 from kenotron_dist.placement import parameter_layouts
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
+from kenotron_models.families import TransformersConfig
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
 from kenotron_train.verify.shrink_layout import (
     few,
@@ -47,8 +48,6 @@ MOST_CLIP = 0.1
 """Norms of the small model's gradients are larger, so that clipping is part of the comparison."""
 OF_THE_LAYOUT = ("zero_stage", "reduce", "regather", "shard_ranks", "offload")
 """Keys of the optimizer that say where its state is and how it travels, and change no number."""
-COMPARED = ("parallelism", "model", "tokens", "optimizer")
-"""Sections whose changes are reported."""
 
 
 def shrink(config: Config, ranks: int, steps: int) -> Config:
@@ -121,39 +120,6 @@ def has_documents(config: Config) -> bool:
     )
 
 
-def changes(config: Config, small: Config) -> list[tuple[str, str, str]]:
-    """List the differences between a config and its small copy: (key path, before, after)."""
-    found = []
-    for section in COMPARED:
-        before = dict(_leaves(section, asdict(getattr(config, section))))
-        after = dict(_leaves(section, asdict(getattr(small, section))))
-        for path in {**before, **after}:
-            old, new = before.get(path), after.get(path)
-            if old != new:
-                found.append((path, _shown(old), _shown(new)))
-    return found
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _leaves(f"{path}.{name}", item)
-    else:
-        yield path, value
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, tuple | list):
-        return ", ".join(map(_shown, value)) or "none"
-    if isinstance(value, dict):
-        return " ".join(map(_shown, value.values()))
-    if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
-    return str(value)
-
-
 def _small_length(config: Config, parallelism: ParallelismConfig, micro: int) -> int:
     """Few tokens of a sample, with properties of before.
 
@@ -204,10 +170,12 @@ def _model(
     drawn = method if isinstance(method, RandomInitConfig) else RandomInitConfig(std=STD)
     gain = min(drawn.std * math.sqrt(sizes.hidden_size), MOST_GAIN)
     std = max(gain / math.sqrt(small.hidden_size), LEAST_STD)
+    folder = isinstance(method, ExistingCheckpointInitConfig)
+    own = folder and isinstance(sizes, TransformersConfig)  # transformers draws them
     return replace(
         section,
         model_config=small,
-        init_method=replace(drawn, std=float(f"{std:.3g}")),
+        init_method=method if own else replace(drawn, std=float(f"{std:.3g}")),
         dtype="float32",
         cuda_graph=False,  # it runs on CPUs
         make_vocab_size_divisible_by=few(padding, MOST_PADDING),

@@ -48,9 +48,9 @@ def small_model(sizes: SizedConfig, cut: ModelCut, padding: int, small_padding: 
     heads, kv_heads = small_heads(
         sizes.num_attention_heads, sizes.kv_heads, cut.heads_over, cut.small_heads_over
     )
-    ropes = (getattr(block.mixer, "rope", None) for block in sizes.decoder.blocks)
+    ropes = [getattr(block.mixer, "rope", None) for block in sizes.decoder.blocks]
     stretched = any(rope is not None and rope.scaling is not None for rope in ropes)
-    wide = stretched or heads < MANY_HEADS
+    wide = stretched or not ropes or heads < MANY_HEADS  # no blocks: transformers has its own
     vocabulary = small_vocabulary(
         sizes.vocab_size,
         (cut.tp, padding * cut.tp),

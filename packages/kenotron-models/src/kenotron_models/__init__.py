@@ -38,6 +38,7 @@ from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 from kenotron_models.transformers_layers import TransformersLayer
 from kenotron_models.transformers_meta import layers_on_meta
+from kenotron_models.transformers_model import plain_model
 from kenotron_models.transformers_names import (
     is_tied_copy,
     transformers_names,
@@ -85,6 +86,7 @@ __all__ = [
     "layers_on_meta",
     "parameter_count",
     "peak_bf16_flops",
+    "plain_model",
     "reported_name",
     "standard_init",
     "training_flops",

@@ -51,7 +51,7 @@ def spec_of(
         ImportError: transformers is not installed.
         ValueError: transformers has no causal model of this kind, or its weights are quantised.
     """
-    config = _config(config_json)
+    config = config_of(config_json)
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or 0
     heads = heads if isinstance(heads, int) else max(heads)
@@ -80,8 +80,13 @@ def _tagged_float(value: dict[str, Any]) -> Any:
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
-def _config(config_json: str) -> Any:
-    """The config object of transformers."""
+def config_of(config_json: str) -> Any:
+    """Return the config object of transformers.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers has no causal model of this kind, or its weights are quantised.
+    """
     transformers = _transformers()
     values = json.loads(config_json, object_hook=_tagged_float)
     kind = values["model_type"]
@@ -116,7 +121,7 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
         ValueError: it drops activations at random, which depends on the layout, or has buffers
             that cannot be filled.
     """
-    config, transformers = _config(spec.config_json), _transformers()
+    config, transformers = config_of(spec.config_json), _transformers()
     if spec.balances:  # computed here, see transformers_balance
         config.get_text_config(decoder=True).output_router_logits = False
     if OWN_ATTENTION not in transformers.AttentionInterface():  # see attend_outside_programs
@@ -134,6 +139,18 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
             "set the rates of dropout and jitter in config.json to 0"
         )
     freeze_buffers(model)
+    return model.train()
+
+
+def plain_model(spec: TransformersSpec) -> Any:
+    """Return transformers' own model in float32 with random weights, as its users make it.
+
+    Its attention is transformers' own, also where it would be computed here.
+    """
+    chosen = None if spec.attention == OWN_ATTENTION else spec.attention
+    model = _transformers().AutoModelForCausalLM.from_config(
+        config_of(spec.config_json), dtype=torch.float32, attn_implementation=chosen
+    )
     return model.train()
 
 

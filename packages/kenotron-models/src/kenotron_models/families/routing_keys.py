@@ -36,7 +36,7 @@ EXPERTS, TOP_K = "experts.router.experts", "experts.router.top_k"
 
 def experts_key(default: int, least: int = 1) -> int:
     """Return a field for the experts of a layer; a small copy has about 8, a multiple of ep."""
-    return key(default, least=least, hf=True, at=EXPERTS, small=_few)
+    return key(default, least=least, hf=True, at=EXPERTS, small=few_experts)
 
 
 def top_k_key(default: int, hf: str | bool = True) -> int:
@@ -49,7 +49,8 @@ def balance_key(default: float, hf: str | bool = True) -> float:
     return key(default, rule=NOT_NEGATIVE, hf=hf, at="experts.router.balance_loss")
 
 
-def _few(sizes: SmallSizes, experts: int) -> int:
+def few_experts(sizes: SmallSizes, experts: int) -> int:
+    """Return a few experts, which ``ep`` divides."""
     return min(experts, max(SMALL_EXPERTS // sizes.ep, 1) * sizes.ep)
 
 
@@ -77,7 +78,7 @@ class ExpertKeys(KeyTable):
     def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the experts of a token of a narrow copy."""
         (_, number), (top_k, each) = self.counts.items()
-        few = _few(sizes, number) if self.has_experts else each
+        few = few_experts(sizes, number) if self.has_experts else each
         return super().small_keys(sizes) | {top_k: min(each, few)}
 
     def router(self, **more: Any) -> RouterSpec:
@@ -122,7 +123,7 @@ class RoutingKeys(ExpertKeys):
         """Return the room of the experts of a narrow copy, where there is less than for all."""
         found, factor = super().small_keys(sizes), self.expert_capacity_factor
         (_, number), (top_k, _) = self.counts.items()
-        few = _few(sizes, number) if self.has_experts else number
+        few = few_experts(sizes, number) if self.has_experts else number
         room = None if factor is None or factor * found[top_k] >= few else factor
         return found | {"expert_capacity_factor": room}
 
@@ -184,7 +185,7 @@ class SigmoidRoutingKeys(RoutingKeys):
         found, factor = super().small_keys(sizes), self.expert_capacity_factor
         # Fewer experts in fewer groups: groups must divide them, and one must have enough for a
         # token.
-        number = _few(sizes, self.n_routed_experts)
+        number = few_experts(sizes, self.n_routed_experts)
         groups = math.gcd(number, min(self.n_group, 4))
         each = min(found["num_experts_per_tok"], number // groups)
         return found | {

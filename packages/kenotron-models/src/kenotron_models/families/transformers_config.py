@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
+from torch import nn
+
+from kenotron_dist import Axis
+from kenotron_dist.placement import materialize
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.decoder import LayerStack, build_decoder
+from kenotron_models.families.transformers_small import HEADS, kv_heads_of, small_json
 from kenotron_models.family import Family
+from kenotron_models.small import SmallSizes
 from kenotron_models.transformers_attention import OWN_ATTENTION
-from kenotron_models.transformers_model import spec_of
+from kenotron_models.transformers_meta import layers_on_meta
+from kenotron_models.transformers_model import config_of, spec_of
 from kenotron_models.transformers_spec import TransformersSpec
 
 CONFIG = "config.json"
 ATTENTIONS = ("sdpa", "eager", OWN_ATTENTION)
+MOST = 100_000_000
+"""Parameters of a copy."""
 OF_A_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of config.json that say nothing of the model."""
 
@@ -75,6 +88,86 @@ class TransformersConfig:
     def vocab_size(self) -> int:
         """Token numbers that exist, without padding."""
         return self.decoder.vocab_size
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """All keys of the model, also those that its config.json leaves out."""
+        assert self.config_json is not None
+        values = json.loads(config_of(self.config_json).to_json_string(use_diff=False))
+        return {key: value for key, value in values.items() if key not in OF_A_FILE}
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, in features."""
+        return self.decoder.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers."""
+        return self.decoder.depth
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of each layer; of a model without attention those that say its width."""
+        return self.decoder.heads or HEADS
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of each layer."""
+        assert self.config_json is not None
+        return kv_heads_of(self.config_json, self.num_attention_heads)
+
+    def small(self, sizes: SmallSizes) -> Self:
+        """Return a narrow copy of the same structure, or one of few layers and token numbers.
+
+        Raises:
+            ValueError: neither of them can be built.
+        """
+        assert self.config_json is not None
+        refused = []
+        for narrow in (True, False):
+            try:
+                text = small_json(self.config_json, sizes, narrow=narrow)
+                found = replace(self, config_json=text)
+                layers = layers_on_meta(found.decoder, sizes.tp, sizes.ep)
+                if narrow:
+                    _compute(found.decoder)
+                _check_small(layers)
+                return found
+            except Exception as error:  # of any kind: models of transformers have their own
+                refused.append(f"{'few features' if narrow else 'few layers'}: {error}")
+        raise ValueError(self._no_copy(refused))
+
+    def _no_copy(self, refused: list[str]) -> str:
+        values = json.loads(self.config_json or "{}")
+        keys = [k for k, each in values.items() if type(each) is int and each > 1]
+        return "\n  ".join(
+            [
+                f"path: a {values['model_type']} has no narrow copy: its sizes, which are "
+                f"{', '.join(sorted(keys)) or 'those of the class'}, depend on one another in a "
+                "way that is not known; give the config.json of a small model of this kind",
+                *refused,
+            ]
+        )
+
+
+def _check_small(layers: list[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError where a rank has too many parameters for a copy."""
+    count = sum(each.numel() for _, layer in layers for each in layer.parameters())
+    if count > MOST:
+        raise ValueError(f"{count:,} parameters, which are more than {MOST:,}")
+
+
+def _compute(spec: TransformersSpec) -> None:
+    """Run a model of few features, whose weights are 0, on a short text."""
+    stack = LayerStack(build_decoder(spec, Build(Axis.solo("tp"), dtype=torch.float32)))
+    materialize(stack, "cpu")
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.zero_()
+        for layer in stack:
+            layer.fill_buffers(torch.device("cpu"))
+        stack(torch.arange(8) % spec.vocab_size, Context(torch.arange(8)[None]))
 
 
 def _read(path: str | None, given: str | None) -> str:
