@@ -15,12 +15,12 @@ from torch.nn.functional import cross_entropy
 
 from kenotron_config import Config
 from kenotron_data import Batch, Corpus, Cursor
-from kenotron_dist import Mesh, local_boxes
-from kenotron_dist.boxes import view_of
+from kenotron_dist import Mesh
+from kenotron_dist.boxes import local_boxes, view_of
 from kenotron_engine import Piece, Whole
 from kenotron_models import TransformersSpec, plain_model, transformers_names
 from kenotron_optim import AdamWConfig, learning_rate
-from kenotron_train.assemble import Training, build_training, data_plan
+from kenotron_train.assemble import TrainingRun, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_loader
 from kenotron_train.verify.measured import ComparedStep, Measured
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
@@ -69,7 +69,7 @@ def measure_plain(
     return Measured(initial, steps)
 
 
-def draw(training: Training, seed: int) -> None:
+def draw(training: TrainingRun, seed: int) -> None:
     """Fill this rank's weights from transformers' own draws, the same on every layout.
 
     Biases, norms and what begins with zeros are moved, so that each of them matters.
@@ -99,13 +99,13 @@ def updates_by_torch(config: Config) -> bool:
 
 
 def tensors_of(model: Any, spec: TransformersSpec) -> dict[str, Tensor]:
-    """Return its parameters, and the buffers that are saved with them, by our logical names."""
+    """Return its parameters and saved buffers, of any shape, by our logical names."""
     held = model.state_dict(keep_vars=True)
     return {name: held[theirs[0]] for name, theirs in transformers_names(spec).items()}
 
 
 def fill(own: dict[str, Tensor], weights: Whole) -> None:
-    """Overwrite tensors with weights."""
+    """Overwrite tensors of any shape with weights of the same."""
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(torch.from_numpy(weights[name]))
@@ -123,7 +123,7 @@ def _pieces(tensors: dict[str, Tensor]) -> list[Piece]:
 
 
 def _adamw(
-    training: Training, config: Config, own: dict[str, Tensor]
+    training: TrainingRun, config: Config, own: dict[str, Tensor]
 ) -> torch.optim.Optimizer | None:
     """Return AdamW of torch over the groups of a training; None for another update rule."""
     rule = config.optimizer.optimizer_factory
@@ -142,7 +142,7 @@ def _adamw(
 
 
 def _update(
-    training: Training,
+    training: TrainingRun,
     optimizer: torch.optim.Optimizer,
     learning: dict[str, Tensor],
     gradient: Whole,

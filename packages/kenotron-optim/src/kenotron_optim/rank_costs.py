@@ -215,10 +215,10 @@ def bucket_bytes(
     """
     summed, most, arriving, many = 4 if config.accumulate_grad_in_fp32 else itemsize, 0, 0, 0
     held = [each for each in tensors if each.learns and slice_ranks(each, config, mesh) > 1]
-    for alike in ([x for x in held if x.expert], [x for x in held if not x.expert]):
-        if not alike:
+    for group in ([x for x in held if x.expert], [x for x in held if not x.expert]):
+        if not group:
             continue
-        ranks, sizes = slice_ranks(alike[0], config, mesh), [x.count * summed for x in alike]
+        ranks, sizes = slice_ranks(group[0], config, mesh), [x.count * summed for x in group]
         cap = HOST_BUCKET_BYTES if gloo else max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks) * itemsize
         cap = int(cap if cap_mb is None else cap_mb * 2**20) * summed // itemsize
         bucket = min(sum(sizes), max(cap, *sizes))
