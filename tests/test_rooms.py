@@ -115,7 +115,12 @@ TAKE_A_CONFIG = {  # the doors: other files take sections of a config, or values
         "kenotron_cost/run_plan.py",
         "kenotron_plan/written.py",
     },
-    "verify": {"verify/changes.py", "verify/comparison.py", "verify/shrink.py"},
+    "verify": {
+        "verify/changes.py",
+        "verify/comparison.py",
+        "verify/plain_transformers.py",
+        "verify/shrink.py",
+    },
     "training road": {
         "doremi/reference_pass.py",
         "kenotron_train/assemble.py",
