@@ -119,7 +119,7 @@ def test_a_family_without_a_narrow_copy_is_named(
     with mock.patch("kenotron_models.families.transformers_config.MOST", 1000):
         assert main(given) == 2
     said = capsys.readouterr().err
-    assert "a dory has no narrow copy: its sizes, which are " in said and "n_input_layers" in said
+    assert "a dory has no narrow copy: its sizes (" in said and "n_input_layers" in said
     assert "give the config.json of a small model of this kind" in said
     assert "few features: " in said and "few layers: " in said
 

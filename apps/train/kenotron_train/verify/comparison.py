@@ -36,9 +36,9 @@ from kenotron_train.assemble import TrainingRun, build_training, data_plan
 from kenotron_train.data.stage_dataset import open_loader
 from kenotron_train.verify.measured import (
     Check,
-    ComparedRuns,
     ComparedStep,
     Departure,
+    Findings,
     Measured,
 )
 from kenotron_train.verify.plain_transformers import draw, measure_plain, updates_by_torch
@@ -150,7 +150,7 @@ def compare(layout: list[Measured], one: Measured, relative: float) -> list[Chec
     return found
 
 
-def compare_with_one(small: Config, documents: bool, threads: int, bound: float) -> ComparedRuns:
+def compare_with_one(small: Config, documents: bool, threads: int, bound: float) -> Findings:
     """Return all checks, or why the layout did not run.
 
     The layout of ``small`` and one process are started, one after the other; ``documents``: samples
@@ -164,11 +164,11 @@ def compare_with_one(small: Config, documents: bool, threads: int, bound: float)
             ep=sizes.ep, preload=PRELOAD, threads=threads,
         )  # fmt: skip
     except RankError as error:
-        return ComparedRuns(broken=str(error))
+        return Findings(broken=str(error))
     try:
         gradients = layout_gradients(layout)
     except ValueError as error:
-        return ComparedRuns(broken=f"its gradients are not whole: {error}")
+        return Findings(broken=f"its gradients are not whole: {error}")
     one = on_one_process(small)
     try:
         alone = spawn(measure, one, documents, gradients, preload=PRELOAD, threads=threads)[0]
@@ -176,14 +176,14 @@ def compare_with_one(small: Config, documents: bool, threads: int, bound: float)
         raise ValueError(f"one process cannot train the small copy: {error}") from error
     found = compare(layout, alone, bound)
     if not isinstance(small.decoder, TransformersSpec) or small.model.adapter is not None:
-        return ComparedRuns(found)
+        return Findings(found)
     plain = _plain(one, documents, alone, gradients, threads)
     relative = GRADIENT_TOLERANCE * max(1.0, small.decoder.depth / DEPTH)
     checks = [each for each in compare(layout, plain, relative) if each.step]  # not of what it got
     if not updates_by_torch(one):
         checks = [each for each in checks if each.what != UPDATES]
     losses = zip(layout[0].steps, plain.steps, strict=True)
-    return ComparedRuns(
+    return Findings(
         found, plain=checks, curve=[(ours.loss, theirs.loss) for ours, theirs in losses]
     )
 

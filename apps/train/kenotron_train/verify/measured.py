@@ -1,4 +1,4 @@
-"""Measurements of ranks in a comparison, and findings of it."""
+"""Measurements of ranks in a comparison, and what is found by comparing them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class ComparedRuns:
+class Findings:
     """A layout against one process, and a model of transformers against itself in plain torch."""
 
     checks: list[Check] = field(default_factory=list)

@@ -14,7 +14,7 @@ from kenotron_command import or_null
 from kenotron_config import ParallelismConfig, TokensConfig
 from kenotron_engine import GRADIENT_FLOOR, GRADIENT_TOLERANCE
 from kenotron_train.log.printing import say
-from kenotron_train.verify.measured import Check, ComparedRuns
+from kenotron_train.verify.measured import Check, Findings
 
 SHOWN = 4
 """Further tensors that depart which are named."""
@@ -40,7 +40,7 @@ class Verdict:
     """Largest relative deviation."""
     changes: list[tuple[str, str, str]]
     """(key, in the config, in the copy)"""
-    outcome: ComparedRuns
+    outcome: Findings
 
     @property
     def not_compared(self) -> list[str]:
@@ -114,7 +114,7 @@ def write_json(path: Path, verdict: Verdict) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _of_transformers(outcome: ComparedRuns) -> dict[str, Any] | None:
+def _of_transformers(outcome: Findings) -> dict[str, Any] | None:
     """Return the comparison with transformers' own model; None: there is none."""
     if not outcome.plain:
         return None

@@ -144,9 +144,9 @@ class TransformersConfig:
         keys = [k for k, each in values.items() if type(each) is int and each > 1]
         return "\n  ".join(
             [
-                f"path: a {values['model_type']} has no narrow copy: its sizes, which are "
-                f"{', '.join(sorted(keys)) or 'those of the class'}, depend on one another in a "
-                "way that is not known; give the config.json of a small model of this kind",
+                f"path: a {values['model_type']} has no narrow copy: its sizes "
+                f"({', '.join(sorted(keys)) or 'those of the class'}) are not made small together "
+                "here; give the config.json of a small model of this kind",
                 *refused,
             ]
         )
