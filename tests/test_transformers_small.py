@@ -100,6 +100,7 @@ def lists(config: TransformersConfig) -> dict[str, set[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.by_turns(5)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_a_family_has_a_narrow_copy_of_the_same_kinds_of_layers(group: int) -> None:
     for kind in kinds()[group::GROUPS]:

@@ -59,7 +59,7 @@ def measure_plain(
             loss = _backward(model, spec, next(loader))
             learning = {name: x for name, x in own.items() if x.requires_grad}
             found = {name: _gradient(x) for name, x in learning.items()}
-            norm = torch.nn.utils.get_total_norm(found.values()).item()
+            norm = torch.stack([x.double().norm() for x in found.values()]).norm().item()
             pieces = _pieces(found)
             if optimizer is None:
                 fill(own, after)
