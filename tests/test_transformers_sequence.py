@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 
@@ -11,7 +12,7 @@ from tiny_transformers import tiny_json
 
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_models import layers_on_meta
+from kenotron_models import layers_on_meta, run_on_meta
 from kenotron_models.families import TransformersConfig
 from kenotron_tp import TPMode
 
@@ -64,6 +65,27 @@ def test_layers_that_need_whole_tokens_are_named():
         spec = TransformersConfig(config_json=tiny_json(kind)).decoder
         with pytest.raises(ValueError, match=words):
             layers_on_meta(spec, 2, 1, CUT)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "ctrl"])
+def test_layers_that_need_whole_tokens_inside_are_found_on_meta(kind):
+    text = tiny_json(kind)
+    with pytest.raises(ValueError, match="names suggest ") as told:
+        layers_on_meta(TransformersConfig(config_json=text).decoder, 2)
+    plan = json.loads(str(told.value).partition("names suggest ")[2])
+    spec = TransformersConfig(config_json=text, tp_plan=plan).decoder
+    run_on_meta(spec, 2, 1, TPMode())
+    with pytest.raises(ValueError, match="is called with two tensors of hidden features"):
+        run_on_meta(spec, 2, 1, CUT)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["falcon", "gpt_neo"])
+def test_families_with_classes_of_attention_have_none_of_ours(kind):
+    spec = TransformersConfig(config_json=tiny_json(kind), attn_implementation="kenotron").decoder
+    with pytest.raises(ValueError, match=f"kenotron was given; a {kind} chooses among classes"):
+        layers_on_meta(spec)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -70,6 +70,17 @@ def test_tokens_that_cannot_be_cut_are_refused_by_name(tmp_path):
             configure(folder, tmp_path / "run", changes, **({"tp_plan": keys} if keys else {}))
 
 
+def test_layers_that_need_whole_tokens_inside_are_refused_before_the_start(tmp_path):
+    folder, layout = folder_of("bloom", tmp_path / "model"), {"parallelism.tp": 2}
+    with pytest.raises(ConfigError, match="names suggest ") as told:
+        configure(folder, tmp_path / "run", layout)
+    plan = json.JSONDecoder().raw_decode(str(told.value).partition("names suggest ")[2])[0]
+    layout |= {"parallelism.tp_mode": "REDUCE_SCATTER"}
+    words = "tp_mode: REDUCE_SCATTER was given; a .* is called with two tensors of hidden"
+    with pytest.raises(ConfigError, match=words):
+        configure(folder, tmp_path / "run", layout, tp_plan=plan)
+
+
 def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
     def refused(words, changes=None, path=tmp_path / "model", **keys):
         with pytest.raises(ConfigError, match=words):

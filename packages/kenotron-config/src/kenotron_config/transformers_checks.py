@@ -9,7 +9,7 @@ from torch import nn
 from kenotron_config.init_sections import RandomInitConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import ModelConfig
-from kenotron_models import TransformersSpec, layers_on_meta, sequence_problem
+from kenotron_models import TransformersSpec, layers_on_meta, run_on_meta, sequence_problem
 from kenotron_models.families import TransformersConfig
 
 PATH = "model.model_config"
@@ -123,7 +123,7 @@ def _tokens(
     try:
         if model.adapter is not None:
             raise ValueError("adapters of a model of transformers need whole tokens")
-        layers_on_meta(spec, parallelism.tp, parallelism.ep, parallelism.mode)
+        run_on_meta(spec, parallelism.tp, parallelism.ep, parallelism.mode)
     except ValueError as error:
         yield (
             f"parallelism.tp_mode: REDUCE_SCATTER was given; {_one_line(error)}: set it to "

@@ -19,6 +19,7 @@ from kenotron_models.flops import (
     training_flops,
 )
 from kenotron_models.generate import Sampling, generate
+from kenotron_models.meta_block import run_on_meta
 from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds, multipliers_of
 from kenotron_models.mup import DepthRule, Mup, MupOptimizer, ParameterScale, mup_scales
 from kenotron_models.mup_init import mup_init, mup_table
@@ -90,6 +91,7 @@ __all__ = [
     "reported_name",
     "standard_init",
     "training_flops",
+    "run_on_meta",
     "sequence_problem",
     "transformers_names",
     "transformers_tensors",

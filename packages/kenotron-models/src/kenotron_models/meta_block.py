@@ -22,8 +22,13 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_block import TransformersBlock, transformers_block_on_meta
+from kenotron_models.transformers_layers import LayerEntry
+from kenotron_models.transformers_meta import layers_on_meta
+from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_tp import TPMode
 
+TOKENS = 8
+"""Tokens that a layer of transformers computes to show that it can."""
 GROUPED = (torch._grouped_mm, F.grouped_mm)
 
 
@@ -90,6 +95,29 @@ def _adapted(layer: nn.Module, batch: MetaMicroBatch, tp: Axis) -> nn.Module:
     if batch.adapter is not None:
         adapt([("layers.0", layer)], batch.adapter, tp)
     return layer
+
+
+def run_on_meta(spec: TransformersSpec, tp: int, ep: int, mode: TPMode) -> None:
+    """Run a layer of each class of the first of so many ranks on a few tokens.
+
+    Raises:
+        ValueError: as ``layers_on_meta``; or a layer cannot compute in this mode.
+    """
+    seen = set[type]()
+    for _, layer in layers_on_meta(spec, tp, ep, mode):
+        if not isinstance(layer, LayerEntry) or type(layer.block) in seen:
+            continue
+        seen.add(type(layer.block))
+        dtype = next(layer.parameters()).dtype
+        held = -(-TOKENS // layer.tokens_over.size)
+        x = torch.empty(held, spec.hidden_size, dtype=dtype, device="meta")
+        context = Context(torch.arange(TOKENS, device="meta").expand(1, -1))
+        try:
+            layer.skeleton.calls_on_meta(spec.hidden_size, dtype, context)
+            with OneKernel(norms=False), torch.no_grad():
+                layer(x, context)
+        except (RuntimeError, TypeError):
+            continue  # device meta lacks what this family calls: nothing is known
 
 
 class _MetaAttention(torch.autograd.Function):

@@ -127,11 +127,21 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
     if OWN_ATTENTION not in transformers.AttentionInterface():  # see attend_outside_programs
         transformers.AttentionInterface.register(OWN_ATTENTION, attend_rows)
     transformers.AttentionMaskInterface.register(OWN_ATTENTION, window_mask)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype or torch.get_default_dtype(), attn_implementation=spec.attention
-        )
-    if why := UNFIT.get(kind := config.get_text_config(decoder=True).model_type):
+    kind = config.get_text_config(decoder=True).model_type
+    dtype = dtype or torch.get_default_dtype()
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=spec.attention
+            )
+    except KeyError as error:
+        if error.args != (spec.attention,):
+            raise
+        raise ValueError(
+            f"attn_implementation: {spec.attention} was given; a {kind} chooses among classes of "
+            "its own, and has none of this name: leave it out"
+        ) from None
+    if why := UNFIT.get(kind):
         raise ValueError(f"a {kind} cannot be trained on several layouts: {why}")
     if dropped := [*_dropping(model)]:
         raise ValueError(

@@ -49,8 +49,8 @@ class AllTokens(nn.Module):
         others = [*args[1:], *(each for key, each in options.items() if key != name)]
         if any(isinstance(each, Tensor) and each.shape == x.shape for each in others):
             raise ValueError(
-                f"a {type(self).__mro__[2].__name__} is called with two tensors of hidden features:"
-                " set parallelism.tp_mode to ALL_REDUCE"
+                f"a {type(self).__mro__[2].__name__} is called with two tensors of hidden "
+                "features, of which one is not gathered"
             )
         whole = self.enter(x)
         args, options = (
