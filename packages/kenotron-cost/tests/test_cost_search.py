@@ -80,7 +80,7 @@ def test_an_uneven_load_is_that_of_as_many_more_choices():
     block, given = measured.of_kind[0][0], measured._batch(plan, 0, "none", plan.micro_batch_size)
     experts = block.feed_forward
     twice = replace(experts, router=replace(experts.router, top_k=2 * experts.router.top_k))
-    want = kept_bytes(replace(block, feed_forward=twice), *given, ep=2)
+    want = kept_bytes(replace(block, feed_forward=twice), *given)
     rows = MeasuredModel(plan, exact=True, imbalance=2.0).kept(plan, 0, "none")
     assert rows == pytest.approx(want, rel=0.01)
     assert want > 1.1 * MeasuredModel(plan, exact=True).kept(plan, 0, "none")

@@ -39,15 +39,12 @@ def real(name: str, dtype: torch.dtype) -> tuple[Kernels, Kernels]:
 def counted(
     name: str,
     dtype: torch.dtype = torch.float32,
-    *,
-    tp: int = 1,
-    fused_norms: bool = False,
     **options: Any,
 ) -> tuple[KernelWork, ...]:
     spec = FAMILIES[name].decoder
     wide = torch.float32 if spec.residual_in_fp32 else None
     batch = MetaMicroBatch(ROWS, SEQUENCE, dtype=dtype, residual=wide, **options)
-    return block_kernels(spec.blocks[0], spec.hidden_size, batch, tp=tp, fused_norms=fused_norms)
+    return block_kernels(spec.blocks[0], spec.hidden_size, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -84,7 +84,7 @@ def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, dict, dict]
     return [
         (
             again,
-            sent_bytes(block, WIDTH, replace(batch, recompute=again), tp=tp, backend="gloo"),
+            sent_bytes(block, WIDTH, replace(batch, recompute=again, tp=tp), backend="gloo"),
             really_sent(mesh, block, mode, again),
         )
         for again in AGAIN
@@ -105,9 +105,8 @@ def test_by_hand_it_is_two_sums_of_all_tokens_forward_and_back() -> None:
     whole = tokens * WIDTH * 2
     for tp in (2, 4):
         for mode in (TPMode(), TPMode(sequence_parallel=True)):
-            found = sent_bytes(
-                block, WIDTH, MetaMicroBatch(ROWS, SEQUENCE, mode=mode, dtype=torch.bfloat16), tp=tp
-            )
+            batch = MetaMicroBatch(ROWS, SEQUENCE, mode=mode, dtype=torch.bfloat16, tp=tp)
+            found = sent_bytes(block, WIDTH, batch)
             assert found == {"tp": 4 * 2 * (tp - 1) * whole // tp}
     assert sent_bytes(block, WIDTH, MetaMicroBatch(ROWS, SEQUENCE)) == {}
 
@@ -116,7 +115,7 @@ def test_by_hand_it_is_two_sums_of_all_tokens_forward_and_back() -> None:
 def test_experts_send_what_the_formula_of_an_even_load_says(ep: int) -> None:
     config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8)
     block, top_k = config.decoder.blocks[0], config.num_experts_per_tok
-    found = sent_bytes(block, WIDTH, MetaMicroBatch(ROWS, SEQUENCE), ep=ep)
+    found = sent_bytes(block, WIDTH, MetaMicroBatch(ROWS, SEQUENCE, ep=ep))
     size = ExchangeSize(ROWS * SEQUENCE, top_k, WIDTH, 8, torch.float32)
     traffic = exchange_traffic(size, ep)
     counts = (ep - 1) * (8 // ep + 1) * 8  # rows for each expert, and the number of tokens

@@ -103,7 +103,7 @@ def test_it_is_measured_on_meta() -> None:
     assert kept_bytes(block, 24, MetaMicroBatch(2, 512, recompute="selective")) < 0.6 * kept[1]
     cut = Cut(64, 4, Layout())
     once = 2 * 2 * 3 * (72 * 3 * 4 + 4 * 8 * (8 + 10) * 4)  # rows, pieces, peers: tokens, states
-    assert sent_bytes(block, 24, MetaMicroBatch(2, 16), tp=2, cut=cut)["cp"] == 2 * once
+    assert sent_bytes(block, 24, MetaMicroBatch(2, 16, tp=2), cut=cut)["cp"] == 2 * once
 
 
 def test_key_heads_that_do_not_divide_are_named() -> None:

@@ -133,11 +133,11 @@ def test_it_is_measured_on_meta() -> None:
     assert kept[1] <= 2 * kept[0]
     assert kept_bytes(block, 24, MetaMicroBatch(2, 512, recompute="selective")) < kept[1]
     cut = Cut(64, 4, Layout())
-    sent = sent_bytes(block, 24, MetaMicroBatch(2, 16), tp=2, cut=cut)
+    sent = sent_bytes(block, 24, MetaMicroBatch(2, 16, tp=2), cut=cut)
     once = 2 * 2 * 3 * 8 * (3 * 4 + 2 * 6 * 4)  # rows, pieces, peers, channels
     assert sent["cp"] == 2 * once
     assert (
-        sent_bytes(block, 24, MetaMicroBatch(2, 160), tp=2, cut=Cut(640, 4, Layout()))["cp"]
+        sent_bytes(block, 24, MetaMicroBatch(2, 160, tp=2), cut=Cut(640, 4, Layout()))["cp"]
         == sent["cp"]
     )
 

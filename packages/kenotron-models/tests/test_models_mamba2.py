@@ -116,7 +116,7 @@ def test_it_is_measured_on_meta() -> None:
     kept = [kept_bytes(block, 24, MetaMicroBatch(2, size, recompute="none")) for size in (256, 512)]
     assert kept[1] <= 2 * kept[0]
     assert kept_bytes(block, 24, MetaMicroBatch(2, 512, recompute="selective")) < kept[1]
-    sent = sent_bytes(block, 24, MetaMicroBatch(2, 16), tp=4, cut=Cut(64, 4, Layout()))
+    sent = sent_bytes(block, 24, MetaMicroBatch(2, 16, tp=4), cut=Cut(64, 4, Layout()))
     channels, state = 2 * 4 + 2 * 6, 2 * (4 * 6 + 1)  # two heads and one group
     assert sent["cp"] == 2 * 2 * 2 * 3 * (3 * channels + state) * 4
 

@@ -84,8 +84,10 @@ def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, int, int]]:
             given = spec.blocks[0], spec.hidden_size
             wide = torch.float32 if spec.residual_in_fp32 else None
             options = {"mode": mode, "dtype": dtype, "residual": wide, "recompute": again}
-            batch = MetaMicroBatch(ROWS, SEQUENCE, **options)
-            meta = kept_bytes(*given, batch, tp=mesh["tp"].size, ep=mesh["ep"].size)
+            batch = MetaMicroBatch(
+                ROWS, SEQUENCE, tp=mesh["tp"].size, ep=mesh["ep"].size, **options
+            )
+            meta = kept_bytes(*given, batch)
             real = real_bytes(mesh, *given, mode, dtype, again, wide)
             found.append((f"{dtype} {again}", meta, real))
     return found
@@ -119,11 +121,10 @@ def test_so_it_is_on_average_on_two_ranks_of_experts(name: str) -> None:
         assert meta == pytest.approx((real + second[2]) / 2, rel=0.03), what
 
 
-def llama_bytes(tp: int = 1, fused_norms: bool = False, **options: Any) -> int:
+def llama_bytes(**options: Any) -> int:
     spec = FAMILIES["llama"].decoder
     batch = MetaMicroBatch(ROWS, SEQUENCE, **options)
-    given = spec.blocks[0], spec.hidden_size, batch
-    return kept_bytes(*given, tp=tp, fused_norms=fused_norms)
+    return kept_bytes(spec.blocks[0], spec.hidden_size, batch)
 
 
 def test_the_whole_recomputation_keeps_the_input_alone() -> None:

@@ -94,13 +94,16 @@ def test_a_llama_keeps_and_computes_again_at_most_its_input_and_shares_over_tp()
     block = transformers_blocks(spec)[0]
     given = block, 64, MetaMicroBatch(ROWS, SEQUENCE)
     full = block, 64, MetaMicroBatch(ROWS, SEQUENCE, recompute="full")
+    cut = block, 64, MetaMicroBatch(ROWS, SEQUENCE, tp=2)
     assert kept_bytes(*full) == ROWS * SEQUENCE * 64 * 4
-    whole, half = kept_bytes(*given), kept_bytes(*given, tp=2)
+    whole, half = kept_bytes(*given), kept_bytes(*cut)
     assert 0.5 * whole < half < 0.8 * whole
     (forward, backward), (_, again) = block_kernels(*given), block_kernels(*full)
     assert again.nbytes - backward.nbytes == pytest.approx(forward.nbytes, rel=0.1)
-    cut = block_kernels(*given, tp=2)
-    assert [each.calls for each in cut] == [{"tp": 2}, {"tp": 5}]  # q, k, v, gate and up each
+    assert [each.calls for each in block_kernels(*cut)] == [
+        {"tp": 2},
+        {"tp": 5},
+    ]  # q, k, v, gate and up each
 
 
 def test_operations_are_those_of_our_own_family() -> None:
@@ -124,9 +127,9 @@ def sent_really(mesh: Mesh, name: str) -> dict[str, int]:
 
 def test_a_layer_sends_what_it_sends_really() -> None:
     spec = spec_of("llama")
-    given = transformers_blocks(spec)[0], 64, MetaMicroBatch(ROWS, SEQUENCE)
+    given = transformers_blocks(spec)[0], 64, MetaMicroBatch(ROWS, SEQUENCE, tp=2)
     for real in on_ranks(sent_really, "llama", tp=2):
-        assert sent_bytes(*given, tp=2, backend="gloo") == real
+        assert sent_bytes(*given, backend="gloo") == real
 
 
 def test_a_mask_that_is_too_large_is_refused_and_kenotrons_attention_has_none() -> None:

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,25 +52,23 @@ class MeasuredModel(StageTensors):
 
     def kept(self, plan: CostPlan, kind: int, again: Recompute) -> int:
         """Return the bytes that a rank keeps of a micro-batch for the backward of a block."""
-        rows, cut = self._rows(plan), self._on_rank(plan, kind)
+        rows = self._rows(plan)
         key = "kept", kind, *self._cut_of(plan, kind), again, rows
 
         def measure() -> int:
             given = self._batch(plan, kind, again, rows)
-            return self.uneven(plan, kind, lambda each: kept_bytes(each, *given, **cut))
+            return self.uneven(plan, kind, lambda each: kept_bytes(each, *given))
 
         return self.once(key, measure) * (plan.micro_batch_size // rows)
 
     def working(self, plan: CostPlan, kind: int, again: Recompute) -> Working:
         """Return the bytes in use in a block, what it keeps included."""
-        cut = self._on_rank(plan, kind)
 
         def measure(rows: int) -> Working:
             given = self._batch(plan, kind, again, rows)
 
             def figure(which: int) -> int:
-                found = partial(working_bytes, width=given[0], batch=given[1], **cut)
-                return self.uneven(plan, kind, lambda each: found(each)[which])
+                return self.uneven(plan, kind, lambda each: working_bytes(each, *given)[which])
 
             key = "working", kind, *self._cut_of(plan, kind), again, rows
             return self.once(key, lambda: Working(*map(figure, range(3))))
@@ -112,21 +109,19 @@ class MeasuredModel(StageTensors):
         self, plan: CostPlan, kind: int, again: Recompute
     ) -> tuple[KernelWork, KernelWork]:
         """Return those of a whole row."""
-        sizes, cut = plan.parallelism, self._on_rank(plan, kind)
-        ep = cut["ep"]
+        sizes = plan.parallelism
 
         def measure() -> tuple[KernelWork, KernelWork]:
             width, batch = self._batch(plan, kind, again, 1)
-            batch = replace(batch, sequence=plan.sequence)
-            work = partial(block_kernels, width=width, batch=batch, **cut)
-            found = work(self.of_kind[kind][0])
+            given = width, replace(batch, sequence=plan.sequence)
+            found = block_kernels(self.of_kind[kind][0], *given)
             forward, backward = (
-                self.uneven(plan, kind, lambda block, way=way: work(block)[way].nbytes)
+                self.uneven(plan, kind, lambda x, way=way: block_kernels(x, *given)[way].nbytes)
                 for way in range(2)
             )
             return replace(found[0], nbytes=forward), replace(found[1], nbytes=backward)
 
-        key = "kernels", kind, sizes.tp, sizes.tp_mode, ep, again, plan.dtype
+        key = "kernels", kind, sizes.tp, sizes.tp_mode, self._ep(plan, kind), again, plan.dtype
         return self.once(key, measure)
 
     def sent(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, int]:
@@ -137,7 +132,7 @@ class MeasuredModel(StageTensors):
         block = self.of_kind[kind][0]
         if self.exact:
             given = self._batch(plan, kind, again, plan.micro_batch_size)
-            found = sent_bytes(block, *given, tp=sizes.tp, ep=sizes.ep)
+            found = sent_bytes(block, *given)
         else:
             share = plan.micro_batch_size * plan.row_tokens / plan.sequence
             row = Counter[str]()
@@ -150,7 +145,7 @@ class MeasuredModel(StageTensors):
             rows = self._rows(plan)
             key = "over cp", kind, sizes.cp, sizes.tp, again, rows, plan.dtype
             batch = self._batch(plan, kind, again, rows)[1]
-            one = self.once(key, lambda: sequence_bytes(block, batch, cut, way, sizes.tp))
+            one = self.once(key, lambda: sequence_bytes(block, batch, cut, way))
             found["cp"] = plan.micro_batch_size // rows * one
         return found
 
@@ -225,7 +220,7 @@ class MeasuredModel(StageTensors):
         At most all tokens of all ranks choose experts of this one; a rank that has all experts has
         an even load. Blocks of transformers are measured with one, too.
         """
-        block, ep = self.of_kind[kind][0], self._on_rank(plan, kind)["ep"]
+        block, ep = self.of_kind[kind][0], self._ep(plan, kind)
         if isinstance(block, TransformersBlock) or not isinstance(block.feed_forward, ExpertsSpec):
             return 1.0
         router = block.feed_forward.router
@@ -272,18 +267,20 @@ class MeasuredModel(StageTensors):
             residual=torch.float32 if plan.spec.residual_in_fp32 else None,
             recompute=again,
             adapter=self.of_kind[kind][1],
+            tp=plan.parallelism.tp,
+            ep=self._ep(plan, kind),
+            fused_norms=plan.on_accelerator,
         )
         return plan.spec.hidden_size, batch
 
-    def _on_rank(self, plan: CostPlan, kind: int) -> dict[str, Any]:
-        """Return what a rank has of a block, and whether its norms are one kernel."""
-        ep = plan.parallelism.ep if _has_experts(self.of_kind[kind][0]) else 1
-        return {"tp": plan.parallelism.tp, "ep": ep, "fused_norms": plan.on_accelerator}
+    def _ep(self, plan: CostPlan, kind: int) -> int:
+        """Return the ranks over which a block is cut as experts: 1 for one without experts."""
+        return plan.parallelism.ep if _has_experts(self.of_kind[kind][0]) else 1
 
     def _cut_of(self, plan: CostPlan, kind: int | None) -> tuple[Any, ...]:
         """Return what the sizes of a block of a kind, or of any, depend on in a layout."""
         sizes = plan.parallelism
-        ep = sizes.ep if kind is None else self._on_rank(plan, kind)["ep"]
+        ep = sizes.ep if kind is None else self._ep(plan, kind)
         return sizes.tp, sizes.tp_mode, ep, plan.row_tokens, plan.dtype
 
 

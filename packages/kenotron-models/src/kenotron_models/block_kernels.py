@@ -51,22 +51,16 @@ class KernelWork:
 
 @lru_cache(maxsize=256)
 def block_kernels(
-    block: BlockSpec | TransformersBlock,
-    width: int,
-    batch: MetaMicroBatch,
-    *,
-    tp: int = 1,
-    ep: int = 1,
-    fused_norms: bool = False,
+    block: BlockSpec | TransformersBlock, width: int, batch: MetaMicroBatch
 ) -> tuple[KernelWork, KernelWork]:
     """Return the kernels of the forward and of the backward of a block on the first rank.
 
-    Attention is one kernel of which no byte is counted. The arguments are those of ``kept_bytes``
-    and ``sent_bytes``; experts are expected to have an even load.
+    Attention is one kernel of which no byte is counted. The arguments are those of ``kept_bytes``;
+    experts are expected to have an even load.
     """
-    axes, recorder = shape_axes({"tp": tp, "ep": ep}, "nccl")
+    axes, recorder = shape_axes({"tp": batch.tp, "ep": batch.ep})
     layer, x, context = block_on_meta(block, width, batch, axes)
-    with recorder, OneKernel(fused_norms):
+    with recorder, OneKernel(batch.fused_norms):
         with Kernels() as forward:
             y = layer(x, context)
         before = recorder.cut()

@@ -28,15 +28,7 @@ from kenotron_models.transformers_block import TransformersBlock
 
 
 @lru_cache(maxsize=256)
-def kept_bytes(
-    block: BlockSpec | TransformersBlock,
-    width: int,
-    batch: MetaMicroBatch,
-    *,
-    tp: int = 1,
-    ep: int = 1,
-    fused_norms: bool = False,
-) -> int:
+def kept_bytes(block: BlockSpec | TransformersBlock, width: int, batch: MetaMicroBatch) -> int:
     """Return the bytes that one rank keeps of a micro-batch for the backward of a block.
 
     Its input is counted where the backward reads it, its output is the next layer's. What all
@@ -46,14 +38,10 @@ def kept_bytes(
         block: what it is made of.
         width: D.
         batch: the micro-batch of one rank.
-        tp: number of ranks over which features are cut.
-        ep: number of ranks over which experts are cut.
-        fused_norms: whether RMSNorm is one kernel, as on CUDA, which keeps its input alone. A CPU
-            keeps fp32 copies.
     """
-    axes, _ = shape_axes({"tp": tp, "ep": ep})
+    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep})
     layer, x, context = block_on_meta(block, width, batch, axes)
-    with OneKernel(fused_norms):
+    with OneKernel(batch.fused_norms):
         return bytes_alive(layer, x, context)
 
 

@@ -24,8 +24,6 @@ def sent_bytes(
     width: int,
     batch: MetaMicroBatch,
     *,
-    tp: int = 1,
-    ep: int = 1,
     cut: Cut | None = None,
     way: AttentionWay = "ring",
     backend: str = "nccl",
@@ -40,31 +38,27 @@ def sent_bytes(
         block: what it is made of.
         width: D.
         batch: the micro-batch of one rank.
-        tp: number of ranks over which features are cut.
-        ep: number of ranks over which experts are cut.
         cut: how rows are cut over cp; None: they are whole.
         way: how attention over cut rows shares the work.
         backend: whose algorithms are counted, ``nccl`` or ``gloo``.
     """
-    axes, recorder = shape_axes({"tp": tp, "ep": ep}, backend)
+    axes, recorder = shape_axes({"tp": batch.tp, "ep": batch.ep}, backend)
     layer, x, context = block_on_meta(block, width, batch, axes)
     with recorder, OneKernel(norms=False):
         run_backward(layer(x, context))
     found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
     if cut is None or cut.ranks == 1 or isinstance(block, TransformersBlock):
         return found
-    return found | {"cp": sequence_bytes(block, batch, cut, way, tp)}
+    return found | {"cp": sequence_bytes(block, batch, cut, way)}
 
 
-def sequence_bytes(
-    block: BlockSpec, batch: MetaMicroBatch, cut: Cut, way: AttentionWay, tp: int
-) -> int:
+def sequence_bytes(block: BlockSpec, batch: MetaMicroBatch, cut: Cut, way: AttentionWay) -> int:
     """Return the bytes that leave the first rank of cp; arguments are those of ``sent_bytes``."""
     sent = 0
     for part in block.parts:
         if isinstance(part, SendsOverSequence):
             forward, backward = part.sent_over_sequence(
-                batch.rows, cut, way, tp=tp, dtype=batch.dtype
+                batch.rows, cut, way, tp=batch.tp, dtype=batch.dtype
             )
             again = batch.recompute in ("full", "mixer" if part is block.mixer else "feed_forward")
             sent += forward * (1 + again) + backward

@@ -51,6 +51,12 @@ class MetaMicroBatch:
     """Part of the block that the backward computes again."""
     adapter: AdapterSpec | None = None
     """Of the block as layer 0; None: all of its weights learn."""
+    tp: int = 1
+    """Ranks over which features are cut."""
+    ep: int = 1
+    """Ranks over which experts are cut."""
+    fused_norms: bool = False
+    """RMSNorm is one kernel, as on CUDA, which keeps its input alone; a CPU keeps fp32 copies."""
 
 
 def block_on_meta(

@@ -36,24 +36,18 @@ class Working(NamedTuple):
 
 @lru_cache(maxsize=256)
 def working_bytes(
-    block: BlockSpec | TransformersBlock,
-    width: int,
-    batch: MetaMicroBatch,
-    *,
-    tp: int = 1,
-    ep: int = 1,
-    fused_norms: bool = False,
+    block: BlockSpec | TransformersBlock, width: int, batch: MetaMicroBatch
 ) -> Working:
     """Return the most bytes that one rank has in use for a block.
 
     The arguments are those of ``kept_bytes``.
     """
-    axes, _ = shape_axes({"tp": tp, "ep": ep})
+    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep})
     layer, x, context = block_on_meta(block, width, batch, axes)
     for parameter in layer.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_free)
-    with OneKernel(fused_norms), InUse() as live:
+    with OneKernel(batch.fused_norms), InUse() as live:
         if (pulse := axes["ep"].pulse) is not None:
             pulse.listeners = (live.heard,)
         for part in layer.children():
