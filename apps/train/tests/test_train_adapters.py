@@ -26,9 +26,9 @@ LAYOUTS = {
     "dp2 zero1": HALF | {"optimizer.zero_stage": 1},
     "dp2 zero3 recompute": HALF | {"optimizer.zero_stage": 3, "parallelism.recompute": "full"},
     "tp2 pp2 dp2": HALF | {"parallelism.tp": 2, "parallelism.pp": 2},
+    "tp2 sequence": {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"},
 }
 OURS = {
-    "tp2 sequence": {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"},
     "tp2 sequence selective": {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"}
     | {"parallelism.recompute": "selective"},
     "cp2": {"parallelism.cp": 2},

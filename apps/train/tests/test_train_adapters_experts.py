@@ -23,6 +23,8 @@ LAYOUTS = {
     | {"parallelism.tp": 2, "parallelism.ep": 2, "optimizer.zero_stage": 3}
     | {"parallelism.recompute": "full"},
     "pp2": {"parallelism.pp": 2, "parallelism.pp_engine": "zb-h1"},
+    "tp2 ep2 sequence": {"parallelism.tp": 2, "parallelism.ep": 2}
+    | {"parallelism.tp_mode": "REDUCE_SCATTER"},
 }
 FAMILIES = {"mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"], "gpt_oss": [], "qwen3_moe": []}
 

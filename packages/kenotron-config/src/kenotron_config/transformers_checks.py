@@ -80,7 +80,7 @@ def _layers(
     except ValueError as error:
         yield f"parallelism.ep: {_one_line(error)}; ep is {parallelism.ep}"
     else:
-        yield from _tokens(model, spec, parallelism)
+        yield from _tokens(spec, parallelism)
     parts = pp * parallelism.schedule.chunks
     if len(layers) == 1 and model.compile:
         yield (
@@ -114,15 +114,11 @@ def _layers(
         )
 
 
-def _tokens(
-    model: ModelConfig, spec: TransformersSpec, parallelism: ParallelismConfig
-) -> Iterator[str]:
+def _tokens(spec: TransformersSpec, parallelism: ParallelismConfig) -> Iterator[str]:
     """Yield why tokens between layers cannot be cut over tp, where they are."""
     if not parallelism.mode.sequence_parallel:
         return
     try:
-        if model.adapter is not None:
-            raise ValueError("adapters of a model of transformers need whole tokens")
         run_on_meta(spec, parallelism.tp, parallelism.ep, parallelism.mode)
     except ValueError as error:
         yield (

@@ -2,7 +2,8 @@
 
 A column layer's A is whole on every rank of tp and its B is cut as the layer is; of a row layer A
 is cut and B is whole. Under sequence parallelism what is whole sees this rank's tokens only, so its
-gradient is partial.
+gradient is partial. So it is in modules of transformers that return a summand of each rank, whose
+layers communicate nothing (``summed_over``, see ``transformers_sequence``).
 
 Shapes: T tokens, I input and O output features, r rank; ``/t`` is divided by tp size.
 """
@@ -101,7 +102,8 @@ class Adapted(nn.Module):
         weight = own[rows] + adapter.scale * added
         if not isinstance(adapter.a, RowParallelLinear):
             return torch.linalg.norm(weight, dim=1)
-        return all_reduce(weight.square().sum(1), adapter.a.axis).sqrt()
+        axis = getattr(self, "summed_over", None) or adapter.a.axis
+        return all_reduce(weight.square().sum(1), axis).sqrt()
 
     @torch.no_grad()
     def norms_of_base(self) -> dict[str, Tensor]:
@@ -115,7 +117,8 @@ class Adapted(nn.Module):
 
     def _dropped(self, x: Tensor, adapter: Adapter) -> Tensor:
         """Return x (..., I) without the features that are dropped, the same on every layout."""
-        context, axis = adapter.context, getattr(self, "axis", None)
+        context = adapter.context
+        axis = getattr(self, "summed_over", None) or getattr(self, "axis", None)
         if not adapter.dropout or context is None or context.dropout_key is None:
             return x
         cut = isinstance(adapter.a, RowParallelLinear)
@@ -239,6 +242,7 @@ def _matrices(
     """Return A and B of some rows (O, I) of a layer, cut as it is."""
     (outputs, inputs), kept = shape, {"device": "meta", "dtype": module.weight.dtype}
     sequence = bool(getattr(module, "sequence_parallel", False))
+    summand = getattr(module, "summed_over", None) is not None
     a: Linear
     b: Linear
     if _is_column(module):
@@ -247,11 +251,13 @@ def _matrices(
             rank, outputs, axis, sequence_parallel=sequence, regather=module.regather,
             chunks=chunks, **kept,
         )  # fmt: skip
-        partial = [a] if sequence else []
+        b.axis = module.axis
+        partial = [a] if sequence or summand else []
     elif isinstance(module, RowParallelLinear) and not isinstance(module, SplitRowLinear):
         a = RowParallelLinear(inputs, rank, axis, sequence_parallel=sequence, **kept)
+        a.axis = module.axis
         b = nn.Linear(rank, outputs, bias=False, **kept)
-        partial = [b] if sequence else []
+        partial = [b] if sequence or summand else []
     else:
         a, b = (
             nn.Linear(*sizes, bias=False, **kept) for sizes in ((inputs, rank), (rank, outputs))

@@ -126,6 +126,7 @@ def _gather(module: nn.Module, axis: Axis) -> None:
         for each in module.modules():
             if isinstance(each, ColumnParallelLinear | RowParallelLinear):
                 each.axis = Axis.solo(axis.name)  # the module's own collectives replace theirs
+                each.summed_over = axis  # type: ignore[assignment]
     module.__class__ = type(f"AllTokens{own.__name__}", (AllTokens, own), {})
     module.gathers_over, module.sums = axis, sums  # type: ignore[assignment]
 
