@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import bench_bridge
 import bench_reproducible
 import bench_step
 
@@ -39,3 +41,13 @@ def test_the_cost_of_the_mode_is_measured(capsys: pytest.CaptureFixture[str]) ->
     name, usual, exact, ratio, most = capsys.readouterr().out.splitlines()[1].rsplit(maxsplit=4)
     assert name.strip() == "cp 2" and float(most) == 1.25
     assert abs(float(exact) / float(usual) / float(ratio) - 1) < 0.5
+
+
+def test_the_bridge_and_its_contestants_take_one_batch(tmp_path):
+    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **bench_bridge.SIZES}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    one = bench_bridge.configure(tmp_path, ())
+    two = bench_bridge.configure(tmp_path, (), **{"parallelism.dp": 2, "optimizer.zero_stage": 3})
+    assert one.global_batch_tokens == two.global_batch_tokens
+    assert one.global_batch_tokens == bench_bridge.SAMPLES * bench_bridge.SEQUENCE
+    assert (one.world_size, two.world_size, two.optimizer.zero_stage) == (1, 2, 3)
