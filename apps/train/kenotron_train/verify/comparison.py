@@ -117,6 +117,11 @@ def allowed(sizes: ParallelismConfig, layers: int, *, compiled: bool) -> float:
     """
     if sizes.dp == sizes.cp == sizes.tp == 1 and not compiled:
         return 0.0
+    return _reordered(layers)
+
+
+def _reordered(layers: int) -> float:
+    """Return the relative deviation of what is added up in another order in so many layers."""
     return GRADIENT_TOLERANCE * max(1.0, layers / DEPTH)
 
 
@@ -178,8 +183,8 @@ def compare_with_one(small: Config, documents: bool, threads: int, bound: float)
     if not isinstance(small.decoder, TransformersSpec) or small.model.adapter is not None:
         return Findings(found)
     plain = _plain(one, documents, alone, gradients, threads)
-    relative = GRADIENT_TOLERANCE * max(1.0, small.decoder.depth / DEPTH)
-    checks = [each for each in compare(layout, plain, relative) if each.step]  # not of what it got
+    checks = compare(layout, plain, _reordered(small.decoder.depth))
+    checks = [each for each in checks if each.step]  # not of what it got
     if not updates_by_torch(one):
         checks = [each for each in checks if each.what != UPDATES]
     losses = zip(layout[0].steps, plain.steps, strict=True)

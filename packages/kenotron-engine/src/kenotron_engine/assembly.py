@@ -18,7 +18,6 @@ from kenotron_models import (
     Build,
     Context,
     LayerStack,
-    TransformersLayer,
     build_decoder,
     compile_layers,
     layer_costs,
@@ -115,9 +114,7 @@ def assemble(
     materialize(stack, mesh.device, memory=fill is not None)
     if fill is not None:
         fill(stack, layouts)
-    for layer in stack:
-        if isinstance(layer, TransformersLayer):
-            layer.fill_buffers(mesh.device)
+    stack.fill_buffers(mesh.device)
     chunks = stages.chunks(layers, mesh["pp"].rank)
     own = chunks if schedule.chunks > 1 else chunks[0]
     others = [*(mesh[name] for name in ("tp", "cp", "dp", "ep")), mesh["dp", "cp"], mesh.world]

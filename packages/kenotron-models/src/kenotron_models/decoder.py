@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from kenotron_dist import declare_roles
@@ -23,7 +24,7 @@ from kenotron_models.embedding import Embedding
 from kenotron_models.mtp import MTP, MultiTokenPrediction
 from kenotron_models.recompute import Recompute
 from kenotron_models.spec import Architecture
-from kenotron_models.transformers_layers import transformers_layers
+from kenotron_models.transformers_layers import TransformersLayer, transformers_layers
 from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_tp import ColumnParallelLinear, capped_logits, vocabulary_chunk
 
@@ -103,6 +104,12 @@ class LayerStack(nn.Module):
         for layer in self._order:
             x = layer(x, context)
         return x
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give buffers of layers of transformers, which need memory first, their values."""
+        for layer in self._order:
+            if isinstance(layer, TransformersLayer):
+                layer.fill_buffers(device)
 
 
 def build_decoder(

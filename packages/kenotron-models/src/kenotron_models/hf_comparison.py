@@ -19,7 +19,6 @@ from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.hf_probe import Probe, probes_of, with_documents
 from kenotron_models.hf_tensors import EMBEDDING, cast, stays_fp32
 from kenotron_models.spec import DecoderSpec
-from kenotron_models.transformers_layers import TransformersLayer
 
 Wanted = dict[str, tuple[Tensor, TensorLayout]]
 """Tensors to fill, of any shape, and how each is cut."""
@@ -222,9 +221,7 @@ def _built(spec: DecoderSpec) -> tuple[LayerStack, Wanted]:
     stack = LayerStack(build_decoder(spec, Build(mesh["tp"], dtype=torch.float32)))
     layouts = parameter_layouts(stack, mesh.axis_sizes)
     materialize(stack, "cpu")
-    for layer in stack:
-        if isinstance(layer, TransformersLayer):
-            layer.fill_buffers(torch.device("cpu"))
+    stack.fill_buffers(torch.device("cpu"))
     found = named_parameters(stack)
     for parameter in found.values():
         parameter.requires_grad_(False)

@@ -21,7 +21,11 @@ from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute
-from kenotron_models.transformers_block import TransformersBlock, transformers_block_on_meta
+from kenotron_models.transformers_block import (
+    TransformersBlock,
+    input_on_meta,
+    transformers_block_on_meta,
+)
 from kenotron_models.transformers_layers import LayerEntry
 from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_spec import TransformersSpec
@@ -115,13 +119,10 @@ def run_on_meta(spec: TransformersSpec, tp: int, ep: int, mode: TPMode) -> None:
             continue
         seen.add(type(layer.block))
         dtype = next(layer.parameters()).dtype
-        held = -(-TOKENS // layer.tokens_over.size)
-        x = torch.empty(held, spec.hidden_size, dtype=dtype, device="meta")
-        context = Context(torch.arange(TOKENS, device="meta").expand(1, -1))
         try:
-            layer.skeleton.calls_on_meta(spec.hidden_size, dtype, context)
+            given = input_on_meta(layer, 1, TOKENS, spec.hidden_size, dtype)
             with OneKernel(norms=False), torch.no_grad():
-                layer(x, context)
+                layer(*given)
         except (RuntimeError, TypeError):
             continue  # device meta lacks what this family calls: nothing is known
 

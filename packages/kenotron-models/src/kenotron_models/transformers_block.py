@@ -95,8 +95,22 @@ def transformers_block_on_meta(
     entries = dict(transformers_layers(spec, build, again))
     layer = entries[f"layers.{block.number}"]
     assert isinstance(layer, LayerEntry)
+    return layer, *input_on_meta(layer, rows, sequence, spec.hidden_size, dtype)
+
+
+def input_on_meta(
+    layer: LayerEntry, rows: int, sequence: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Context]:
+    """Return the input (T, D) or (T/t, D) of a layer, and a micro-batch's context, on meta.
+
+    Args:
+        layer: cut over tp, on meta.
+        rows: B.
+        sequence: S.
+        width: D.
+        dtype: of hidden features.
+    """
     context = Context(torch.arange(sequence, device="meta").expand(rows, sequence))
-    layer.skeleton.calls_on_meta(spec.hidden_size, dtype, context)
+    layer.skeleton.calls_on_meta(width, dtype, context)
     held = -(-rows * sequence // layer.tokens_over.size)
-    x = torch.empty(held, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-    return layer, x, context
+    return torch.empty(held, width, dtype=dtype, device="meta", requires_grad=True), context

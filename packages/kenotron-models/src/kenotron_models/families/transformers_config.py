@@ -19,7 +19,6 @@ from kenotron_models.families.transformers_small import HEADS, kv_heads_of, smal
 from kenotron_models.family import Family
 from kenotron_models.small import SmallSizes
 from kenotron_models.transformers_attention import OWN_ATTENTION
-from kenotron_models.transformers_layers import TransformersLayer
 from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_model import config_of, spec_of
 from kenotron_models.transformers_spec import TransformersSpec
@@ -166,9 +165,7 @@ def _compute(spec: TransformersSpec) -> None:
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.zero_()
-        for layer in stack:
-            if isinstance(layer, TransformersLayer):
-                layer.fill_buffers(torch.device("cpu"))
+        stack.fill_buffers(torch.device("cpu"))
         stack(torch.arange(8) % spec.vocab_size, Context(torch.arange(8)[None]))
 
 
