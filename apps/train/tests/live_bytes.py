@@ -79,7 +79,7 @@ def state_bytes_of(training: TrainingRun) -> dict[str, int]:
     grads, seen, found = training.grads, set[int](), dict[str, int]()
     wanted = {key: tensor for key, (tensor, _) in training.optimizer.wanted().items()}
     classes: dict[str, list[torch.Tensor]] = {
-        "parameters": [*training.model.stack.parameters()],
+        "parameters": [*training.model.stack.parameters(), *grads.frozen.values.values()],
         "gradients": [*grads.buffers, *grads._seconds.values(), *grads.slice_sums],
         "fp32 masters": [each for key, each in wanted.items() if key.startswith("master.")],
         "optimizer": [each for key, each in wanted.items() if not key.startswith("master.")],

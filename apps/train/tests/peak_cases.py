@@ -91,6 +91,11 @@ CASES: dict[str, dict[str, object]] = {
         "tokens.micro_batch_size": 1,
     },
     "LoRA": {"model.adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}},
+    "LoRA, dp 2, ZeRO 3": {
+        "model.adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]},
+        "parallelism.dp": 2,
+        "optimizer.zero_stage": 3,
+    },
 }
 
 

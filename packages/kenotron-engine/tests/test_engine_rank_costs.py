@@ -16,7 +16,7 @@ from kenotron_dist.diagnosis import record
 from kenotron_dist.placement import named_parameters
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import Training, build_training, training_step
-from kenotron_models import DecoderSpec
+from kenotron_models.adapters import AdapterSpec, linear_parts, targeted
 from kenotron_optim import (
     MuonConfig,
     OptimizerConfig,
@@ -28,15 +28,22 @@ from kenotron_optim import (
 
 Bytes = dict[str, int]
 Costs = tuple[Bytes, Bytes, Bytes, Bytes]
-Case = tuple[DecoderSpec, torch.dtype, dict[str, Any]]
+Case = tuple[dict[str, Any], torch.dtype, dict[str, Any]]
 WIDE = {"hidden_size": 64, "intermediate_size": 160}
-LLAMA_SPEC = replace(LLAMA, **WIDE).decoder
-UNTIED_SPEC = replace(LLAMA, **WIDE, tie_word_embeddings=False).decoder
-EXPERTS_SPEC = replace(EXPERTS, **WIDE).decoder
+LLAMA_PLAN = {"spec": replace(LLAMA, **WIDE).decoder}
+UNTIED_PLAN = {"spec": replace(LLAMA, **WIDE, tie_word_embeddings=False).decoder}
+EXPERTS_PLAN = {"spec": replace(EXPERTS, **WIDE).decoder}
+WITH_ADAPTERS, WITH_STACKS = (
+    {
+        "spec": family.decoder,
+        "adapter": AdapterSpec(rank=2, alpha=4, weights=targeted(linear_parts(family), ["all"])),
+    }
+    for family in (replace(LLAMA, **WIDE), replace(EXPERTS, **WIDE))
+)
 BACKWARDS = 2
 SENDERS = (
     "reduction", "slice_sums", "data_axes", "gradient_gather", "parameter_gather",
-    "parameter_shards",
+    "parameter_memory",
 )  # fmt: skip
 """Modules that send gradients and parameters."""
 
@@ -52,7 +59,7 @@ def live(training: Training) -> Bytes:
     """Bytes between steps, by class."""
     grads, optimizer = training.grads, training.optimizer
     kept = optimizer._memory.kept
-    parameters = list(training.model.stack.parameters())
+    parameters = [*training.model.stack.parameters(), *grads.frozen.values.values()]
     states = [each.state[x] for each in optimizer._inner for x in each.state]
     sums = [x for x in (*grads.buffers, *grads._seconds.values()) if not x.is_meta]
     return {
@@ -63,9 +70,11 @@ def live(training: Training) -> Bytes:
     }
 
 
-def measured(mesh: Mesh, optim: OptimizerConfig, spec: DecoderSpec, dtype: torch.dtype) -> Costs:
+def measured(
+    mesh: Mesh, optim: OptimizerConfig, model: dict[str, Any], dtype: torch.dtype
+) -> Costs:
     """Bytes of each class, and that data ranks send: each counted, and by arithmetic."""
-    training = build_training(plan(spec=spec, dtype=dtype), optim, mesh, train_steps=3)
+    training = build_training(plan(**model, dtype=dtype), optim, mesh, train_steps=3)
     batches = batches_of(mesh, 2)
     training_step(training, batches[0], 1)
     with record(mesh) as recorder:
@@ -98,29 +107,33 @@ CASES: dict[str, tuple[dict[str, int], list[Case]]] = {
     "dp 2": (
         {"dp": 2},
         [
-            (LLAMA_SPEC, FP32, {"zero_stage": 0}),
-            (LLAMA_SPEC, BF16, {"zero_stage": 1}),
-            (LLAMA_SPEC, FP32, {"zero_stage": 2}),
-            (LLAMA_SPEC, FP32, {"zero_stage": 2, "reduce": "step"}),
-            (LLAMA_SPEC, FP32, {"zero_stage": 2, "optimizer_factory": SGDConfig()}),
-            (UNTIED_SPEC, FP32, {"zero_stage": 3}),
-            (LLAMA_SPEC, BF16, {"zero_stage": 3, "regather": "step"}),
-            (EXPERTS_SPEC, FP32, {"zero_stage": 1, "offload": True}),
-            (EXPERTS_SPEC, FP32, {"zero_stage": 3, **MUON}),
+            (LLAMA_PLAN, FP32, {"zero_stage": 0}),
+            (LLAMA_PLAN, BF16, {"zero_stage": 1}),
+            (LLAMA_PLAN, FP32, {"zero_stage": 2}),
+            (LLAMA_PLAN, FP32, {"zero_stage": 2, "reduce": "step"}),
+            (LLAMA_PLAN, FP32, {"zero_stage": 2, "optimizer_factory": SGDConfig()}),
+            (UNTIED_PLAN, FP32, {"zero_stage": 3}),
+            (LLAMA_PLAN, BF16, {"zero_stage": 3, "regather": "step"}),
+            (EXPERTS_PLAN, FP32, {"zero_stage": 1, "offload": True}),
+            (EXPERTS_PLAN, FP32, {"zero_stage": 3, **MUON}),
+            (WITH_ADAPTERS, FP32, {"zero_stage": 2}),
+            (WITH_ADAPTERS, BF16, {"zero_stage": 3}),
+            (WITH_ADAPTERS, FP32, {"zero_stage": 3, "regather": "step"}),
         ],
     ),
     "dp 4": (
         {"dp": 4},
         [
-            (LLAMA_SPEC, BF16, {"zero_stage": 3, "state_dtype": "bfloat16"}),
-            (LLAMA_SPEC, FP32, {"zero_stage": 3, "shard_ranks": 2}),
+            (LLAMA_PLAN, BF16, {"zero_stage": 3, "state_dtype": "bfloat16"}),
+            (LLAMA_PLAN, FP32, {"zero_stage": 3, "shard_ranks": 2}),
         ],
     ),
     "dp 4, ep 2": (
         {"dp": 4, "ep": 2},
         [
-            (EXPERTS_SPEC, BF16, {"zero_stage": 2}),
-            (EXPERTS_SPEC, FP32, {"zero_stage": 3}),
+            (EXPERTS_PLAN, BF16, {"zero_stage": 2}),
+            (EXPERTS_PLAN, FP32, {"zero_stage": 3}),
+            (WITH_STACKS, BF16, {"zero_stage": 3}),
         ],
     ),
 }

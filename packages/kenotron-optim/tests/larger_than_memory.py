@@ -50,7 +50,7 @@ def train(mesh: Mesh) -> list[float]:
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
     layouts = parameter_layouts(model, mesh.sizes)
-    materialize(model, mesh.device, memory=False)
+    materialize(model, mesh.device, memory=lambda _: False)
     grads = GradAccumulator(
         named_parameters(model), layouts, mesh, reduce="micro_batch", bucket_mb=4
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kenotron_dist import Handle, Mesh, gather_pieces, sum_rows
 from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
-from kenotron_optim import GradAccumulator, SlicedOptimizer, decay_groups, parameter_shards
+from kenotron_optim import GradAccumulator, SlicedOptimizer, decay_groups, parameter_memory
 from kenotron_optim import slice_sums as sums_module
 
 LAYERS = 6
@@ -74,7 +74,7 @@ def lengths(mesh: Mesh) -> list[tuple[int, int]]:
     optimizer.overlap_forward(model)
     found = []
     gathers = mock.patch.object(
-        parameter_shards, "gather_pieces", lambda *given: arriving(gather_pieces(*given))
+        parameter_memory, "gather_pieces", lambda *given: arriving(gather_pieces(*given))
     )
     sums = mock.patch.object(sums_module, "sum_rows", lambda *given: arriving(sum_rows(*given)))
     for _ in range(3):

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kenotron_ckpt import Record, SafetensorsFolder, Store, has_manifests, open_safetensors
 from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
+from kenotron_dist.placement import named_parameters
 from kenotron_models.adapters import ADAPTER, Adapted, AdapterSpec, peft_problems
 from kenotron_models.hf import read_json
 from kenotron_train.assemble import TrainingRun
@@ -86,18 +88,17 @@ def _begin_norms(training: TrainingRun) -> None:
     assert training.plan.adapter is not None
     if training.plan.adapter.kind != "dora":
         return
-    parameters, layouts = training.parameters(), training.model.layouts
-    norms = {
-        name: norm
-        for module in training.model.stack.modules()
-        if isinstance(module, Adapted)
-        for name, norm in module.norms_of_base().items()
-    }
-    with torch.no_grad():
-        for path, parameter in parameters.items():
-            if (norm := norms.get(layouts[path].name)) is not None:
-                parameter.copy_(norm)
-    training.optimizer.reload()
+    paths = {id(p): path for path, p in named_parameters(training.model.stack).items()}
+
+    def write(layer: nn.Module) -> None:
+        adapted = [module for module in layer.modules() if isinstance(module, Adapted)]
+        norms = {name: x for module in adapted for name, x in module.norms_of_base().items()}
+        for parameter in layer.parameters():
+            name = training.model.layouts[paths[id(parameter)]].name
+            if name in norms:
+                parameter.copy_(norms[name])
+
+    training.optimizer.rewrite(write)
 
 
 def adapter_state(model: ModelConfig) -> dict[str, Any]:

@@ -176,7 +176,12 @@ def parameter_layouts(
     return layouts
 
 
-def materialize(module: nn.Module, device: torch.device | str, *, memory: bool = True) -> None:
+def materialize(
+    module: nn.Module,
+    device: torch.device | str,
+    *,
+    memory: Callable[[nn.Parameter], bool] | None = None,
+) -> None:
     """Give a module on meta memory on ``device``, not initialised; tied parameters share theirs.
 
     As ``to_empty`` and ``tie_storages``, but without the import of sympy, which takes a second.
@@ -184,13 +189,14 @@ def materialize(module: nn.Module, device: torch.device | str, *, memory: bool =
     Args:
         module: the module, changed in place.
         device: where its tensors are to be.
-        memory: false: parameters that learn get a storage of no bytes, which is to be resized
-            where they are used. One tensor at a time has memory meanwhile.
+        memory: says which parameters have memory; the others get a storage of no bytes, which is
+            to be resized where they are used. One of these at a time has memory meanwhile. None:
+            all have.
     """
 
     def on_device(x: Tensor) -> Tensor:
         made = torch.empty(x.shape, dtype=x.dtype, device=device)
-        if not memory and isinstance(x, nn.Parameter) and x.requires_grad:
+        if memory is not None and isinstance(x, nn.Parameter) and not memory(x):
             made.untyped_storage().resize_(0)
         return made
 

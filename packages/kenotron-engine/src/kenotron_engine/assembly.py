@@ -27,6 +27,7 @@ from kenotron_models import (
 )
 from kenotron_models.adapters import adapt, adapter_init
 from kenotron_models.layers import Head
+from kenotron_optim import zero3_cuts
 from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
 from kenotron_tp import TPMode
 
@@ -99,8 +100,8 @@ def assemble(
         layers: all layers of the model by name, on the meta device; the same on every rank.
         mesh: pp takes stages of the list; the other axes are those that the layers are cut over.
         fill: gives values to the parameters of this rank's stack; takes the stack, whose memory
-            is not initialised, and the layouts of the whole model. None: parameters that learn have
-            no memory, for an optimizer that gives it to them where they are used (ZeRO-3).
+            is not initialised, and the layouts of the whole model. None: parameters that ZeRO-3
+            cuts have no memory, for an optimizer that gives it to them where they are used.
         costs: relative cost of each layer, by which stages are balanced; None: all are equal.
         starts: see ``stages_of``.
         schedule: order of forwards and backwards; None: 1F1B.
@@ -111,7 +112,7 @@ def assemble(
     stages = stages_of(layers, costs, starts, mesh.sizes["pp"], schedule)
     layouts = parameter_layouts(LayerStack(layers), mesh.axis_sizes, stages.of_parameter)
     stack = LayerStack(stages.own(layers, mesh["pp"].rank))
-    materialize(stack, mesh.device, memory=fill is not None)
+    materialize(stack, mesh.device, memory=None if fill is not None else _stays_whole)
     if fill is not None:
         fill(stack, layouts)
     stack.fill_buffers(mesh.device)
@@ -127,6 +128,10 @@ def assemble(
         settles=settles, entering=entering, adds=adds,
     )  # fmt: skip
     return Model(stack, layouts, pipeline)
+
+
+def _stays_whole(parameter: nn.Parameter) -> bool:
+    return not zero3_cuts(parameter, learns=parameter.requires_grad)
 
 
 def _before(
@@ -179,7 +184,7 @@ def build_model(
             device. The first is called with tokens (T,) and a ``kenotron_models.Context``, each
             other one with what the one before it returned; the last returns logits (T, V/t).
             None: ``decoder_layers(plan, mesh)``.
-        memory: whether parameters that learn have memory and values; see ``assemble``.
+        memory: whether parameters that ZeRO-3 cuts have memory and values; see ``assemble``.
 
     Raises:
         ValueError: layers were given, and ``plan.scales`` or ``plan.adapter``, which are those of

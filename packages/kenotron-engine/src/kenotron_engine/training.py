@@ -31,6 +31,7 @@ from kenotron_optim import (
     WeightAverages,
     parameter_groups,
     update_rule,
+    zero3_cuts,
 )
 from kenotron_pp import NamedLayers
 
@@ -73,13 +74,16 @@ class Training(ModelOnMesh):
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records, after waiting likewise.
 
-        With ZeRO stage 3 those that learn are this rank's slices of them; nothing is gathered, and
-        what is written into them counts if ``SlicedOptimizer.reload`` is called next.
+        With ZeRO stage 3 they are this rank's slices, but for frozen vectors; nothing is gathered,
+        and what is written into them counts if ``SlicedOptimizer.reload`` is called next.
         """
         layouts, slices = self.model.layouts, Records()
         if self.optimizer.stage.cuts_parameters:
-            held = named_parameters(self.model.stack)
-            parameters = {path: p for path, p in held.items() if not p.requires_grad}
+            parameters = {
+                path: p
+                for path, p in named_parameters(self.model.stack).items()
+                if not zero3_cuts(p, learns=p.requires_grad)
+            }
             slices = self.optimizer.parameter_slices()
         else:
             parameters = self.parameters()

@@ -10,6 +10,7 @@ from kenotron_optim.config import (
     shard_ranks_problems,
 )
 from kenotron_optim.exact_norm import ExactNorm
+from kenotron_optim.frozen_slices import zero3_cuts
 from kenotron_optim.gradient_buffers import Reduce
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe_groups, parameter_groups
 from kenotron_optim.loss_scale import LossScale, unscale_
@@ -90,4 +91,5 @@ __all__ = [
     "unordered_settings",
     "unscale_",
     "update_rule",
+    "zero3_cuts",
 ]

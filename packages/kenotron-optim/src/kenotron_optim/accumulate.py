@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import DATA_AXES, Axis, Mesh
+from kenotron_dist import DATA_AXES, Mesh
 from kenotron_dist.placement import TensorLayout
 from kenotron_dist.weight_products import Factors, adds_in_fp32, current_backward
 from kenotron_optim.bucket_order import order_buckets
@@ -23,16 +23,13 @@ from kenotron_optim.checks import (
     check_known,
     check_parameters,
     frozen_ties,
-    owners_of,
 )
 from kenotron_optim.config import Reduce
-from kenotron_optim.data_axes import data_axes
+from kenotron_optim.frozen_slices import FrozenSlices
 from kenotron_optim.gradient_buffers import make_buffers
 from kenotron_optim.gradient_hooks import GradientHooks
 from kenotron_optim.partition import (
-    Bucket,
     Place,
-    Span,
     add,
     add_products,
     blocks,
@@ -42,13 +39,14 @@ from kenotron_optim.partition import (
     shaped,
     write,
 )
+from kenotron_optim.sliced_tensors import SlicedTensors
 from kenotron_optim.sync import GradientSync
 
 Slices = dict[str, Tensor]
 """This rank's part of every gradient: logical name -> 1-D, fp32."""
 
 
-class GradAccumulator:
+class GradAccumulator(SlicedTensors):
     """Adds the gradients of all micro-batches of a step. Collective over the mesh.
 
     Args:
@@ -66,8 +64,8 @@ class GradAccumulator:
         shard_ranks: so many consecutive ranks of dp (each with its cp ranks) own slices; other
             blocks of them own the same, and sums run over these afterwards. None: all.
 
-    Frozen parameters are left out; one without a gradient counts as zero. The parameters'
-    gradients go to the accumulator that was made last.
+    Frozen parameters are in ``frozen``, of which ZeRO-3 keeps slices; one without a gradient counts
+    as zero. The parameters' gradients go to the accumulator that was made last.
 
     Raises:
         ValueError: a parameter without a layout, of another shape or not contiguous, an unknown
@@ -87,28 +85,33 @@ class GradAccumulator:
         shard_ranks: int | None = None,
     ) -> None:
         check_parameters(parameters, layouts, mesh)
-        frozen = frozen_ties(parameters, layouts, mesh)
-        parameters = {path: p for path, p in parameters.items() if p.requires_grad}
+        tied = frozen_ties(parameters, layouts, mesh)
         check_known(layouts, irregular or ())
-        self.mesh, self.parameters, self.shard_ranks = mesh, parameters, shard_ranks
-        owners = owners_of(parameters, layouts)
-        self.logical = {name: min(paths) for name, paths in owners.items()}
-        self.name_of = {path: layouts[path].name for path in parameters}
-        self.layouts = {name: layouts[path] for name, path in self.logical.items()}
+        learning = {path: p for path, p in parameters.items() if p.requires_grad}
+        super().__init__(learning, layouts, mesh, shard_ranks)
+        frozen = {path: p for path, p in parameters.items() if path not in learning}
+        self.frozen = FrozenSlices(frozen, layouts, mesh, shard_ranks)
         self.names = sorted({layout.name for layout in layouts.values()})
         """Logical names of the whole model."""
-        learning = {path: each for path, each in layouts.items() if each.name not in frozen}
-        self._sync = GradientSync(learning, self.logical, mesh)
-        backward = {name: parameters[path] for name, path in reversed(list(self.logical.items()))}
+        synced = {path: each for path, each in layouts.items() if each.name not in tied}
+        self._sync = GradientSync(synced, self.logical, mesh)
+        backward = {name: learning[path] for name, path in reversed(list(self.logical.items()))}
         experts = [layout.name for layout in layouts.values() if layout.grid == "expert"]
         added = [n for n in self._sync.pairs if reduce != "step" and self.axis_of(n).size > 1]
         late = self._sync.names.difference(added).union(experts if irregular is None else irregular)
-        self.buckets = order_buckets(backward, self.layouts, mesh, late, bucket_mb, shard_ranks)
+        self.place(order_buckets(backward, self.layouts, mesh, late, bucket_mb, shard_ranks))
         self.peers = mesh[("dp", "cp", "tp") if experts else DATA_AXES["dense"]]
         """Ranks that must accumulate the same tensors: with experts the whole stage."""
         check_alike([(s.name, s.numel, str(b.dtype)) for b, s in self.spans()], self.peers)
         made = make_buffers(
-            self.buckets, owners, mesh, late, reduce, self.peers, fp32=fp32, shard_ranks=shard_ranks
+            self.buckets,
+            self.owners,
+            mesh,
+            late,
+            reduce,
+            self.peers,
+            fp32=fp32,
+            shard_ranks=shard_ranks,
         )
         self._sums, self._reduction, self._bucket_of = made.sums, made.reduction, made.number
         self.buffers, self._places = made.buffers, made.places
@@ -181,22 +184,6 @@ class GradAccumulator:
     def watch(self, told: weakref.WeakMethod[Callable[[str], None]]) -> None:
         """Call a method with the path of every parameter whose gradient was added."""
         self._watchers.append(told)
-
-    def spans(self) -> list[tuple[Bucket, Span]]:
-        """Every logical tensor of this stage with its bucket."""
-        return [(bucket, span) for bucket in self.buckets for span in bucket.spans]
-
-    def owned_layout(self, name: str, rank: int | None = None) -> TensorLayout:
-        """Layout of the slice of logical tensor ``name`` that a data rank owns (default: this)."""
-        _, span = self._places[name]
-        own = self.axis_of(name).rank if rank is None else rank
-        block = self.shard_ranks if self.layouts[name].grid == "dense" else None
-        return self.layouts[name].sliced(*span.owned(own), block=block)
-
-    def axis_of(self, name: str) -> Axis:
-        """The axis whose ranks own the slices of a logical tensor; gradients are summed over it."""
-        axes = self.mesh.view(self.layouts[name]).data
-        return data_axes(self.mesh, axes, self.shard_ranks).slices
 
     def _owned_view(self, name: str) -> Tensor:
         """Return this data rank's part of a logical tensor, in its row of the buffer."""

@@ -104,16 +104,6 @@ def check_order(axis: Axis, buckets: Sequence[Bucket], order: Sequence[tuple[int
             )
 
 
-def owners_of(
-    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout]
-) -> dict[str, list[str]]:
-    """Logical name -> the parameters of this stage that are it, in the model's order."""
-    found: dict[str, list[str]] = {}
-    for path in parameters:
-        found.setdefault(layouts[path].name, []).append(path)
-    return found
-
-
 def check_backwards(backwards: int | None) -> None:
     """Raise ValueError for a number of backward passes that is none."""
     if backwards is not None and (not isinstance(backwards, int) or backwards < 1):

@@ -52,14 +52,5 @@ def pieces_of(accumulator: GradAccumulator, stage: ZeroStage) -> list[tuple[int,
 def master_of(accumulator: GradAccumulator, span: Span, rank: int, stage: ZeroStage) -> Tensor:
     """The master (n,), in fp32, of what a rank owns of a parameter."""
     # With stage 3 the parameter's memory goes, and the master stays.
-    own = range_of(accumulator, span, rank)
+    own = accumulator.range_of(span, rank)
     return own.to(torch.float32, copy=stage.cuts_parameters).requires_grad_()
-
-
-def range_of(accumulator: GradAccumulator, span: Span, rank: int) -> Tensor:
-    """Return a rank's part of a parameter: (n,), a view; zeros where that has no memory."""
-    parameter = accumulator.parameters[accumulator.logical[span.name]].detach()
-    start, stop = span.owned(rank)
-    if not parameter.untyped_storage().nbytes():
-        return parameter.new_zeros(stop - start)
-    return parameter.view(-1)[start:stop]

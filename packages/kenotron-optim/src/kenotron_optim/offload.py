@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.host_tensors import host_tensors
-from kenotron_optim.masters import make_masters, pieces_of, range_of
+from kenotron_optim.masters import make_masters, pieces_of
 from kenotron_optim.torch_groups import Piece, state_of
 from kenotron_optim.zero_stage import ZeroStage
 
@@ -92,7 +92,7 @@ class HostState(DeviceState):
         for number, pieces in groupby(pieces_of(accumulator, stage), lambda each: each[0]):
             made = []
             for _, piece, span in pieces:
-                own = range_of(accumulator, span, piece[1])
+                own = accumulator.range_of(span, piece[1])
                 values[piece] = own.clone() if stage.cuts_parameters else own
                 masters[piece] = master = own.to(torch.float32, copy=True).requires_grad_()
                 self._values_of[master], self._bucket_of[master] = values[piece], number

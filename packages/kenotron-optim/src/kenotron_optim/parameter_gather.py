@@ -18,6 +18,7 @@ from kenotron_dist import Axis, Handle, gather_pieces
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.checks import check_alike
 from kenotron_optim.partition import Bucket, Span
+from kenotron_optim.sliced_tensors import SlicedTensors
 
 Group = tuple[Span, ...]
 """Parameters that are gathered together."""
@@ -40,6 +41,7 @@ class ParameterGathers:
 
     def __init__(self, accumulator: GradAccumulator, *, gathers: bool) -> None:
         self._accumulator, self._gathers = accumulator, gathers
+        self._tensors: SlicedTensors = accumulator
         self.groups: list[Group] = [bucket.spans for bucket in accumulator.buckets]
         """In the order in which their gathers start."""
         self._readers: list[tuple[nn.Module, list[int]]] = []
@@ -67,7 +69,7 @@ class ParameterGathers:
         modules, accumulator = list(modules), self._accumulator
         names = [self._read_by(module) for module in modules]
         first = {name: i for i, read in reversed(list(enumerate(names))) for name in read}
-        if missing := sorted(self._accumulator.logical.keys() - first.keys()):
+        if missing := sorted(accumulator.logical.keys() - first.keys()):
             raise ValueError(
                 f"parameters {', '.join(missing)} belong to none of the {len(modules)} modules "
                 "given: give every module that reads parameters, in the order of the forward"
@@ -75,7 +77,7 @@ class ParameterGathers:
         # Buckets are cut into groups that are gathered in the order in which they are read.
         cut = [
             group
-            for bucket in self._accumulator.buckets
+            for bucket in self._tensors.buckets
             for group in _cut(bucket, first, by_module=self.by_module)
         ]
         self.groups = sorted(cut, key=lambda group: min(first[span.name] for span in group))
@@ -117,6 +119,22 @@ class ParameterGathers:
         """True where all parameters have memory."""
         return True
 
+    def fill(self, write: Callable[[nn.Module], None]) -> None:
+        """Give each module its first values, with ZeRO stage 3. Raises ValueError in others."""
+        raise ValueError(
+            "fill was given with a ZeRO stage below 3, whose masters are taken from the parameters "
+            "when the optimizer is made: fill the modules before"
+        )
+
+    @torch.no_grad()
+    def rewrite(self, write: Callable[[nn.Module], None]) -> None:
+        """Let a function write into one module of ``overlap_forward`` after the other."""
+        if not self._readers:
+            raise RuntimeError("rewrite: call overlap_forward before, which names the modules")
+        self.wait()
+        for module, _ in self._readers:
+            write(module)
+
     def settle(self) -> None:
         """Wait for everything in flight, before masters change."""
         self.wait()
@@ -145,7 +163,7 @@ class ParameterGathers:
         return self._found[1]
 
     def _find_pieces(self) -> list[Pieces]:
-        axes = [self._accumulator.axis_of(group[0].name) for group in self.groups]
+        axes = [self._tensors.axis_of(group[0].name) for group in self.groups]
         return [
             (axis, self._ranges(group, axis.size))
             for axis, group in zip(axes, self.groups, strict=True)
@@ -153,12 +171,12 @@ class ParameterGathers:
 
     def _ranges(self, group: Group, ranks: int) -> list[dict[str, Tensor]]:
         """Return each data rank's parts of the parameters of a group, in place; may be empty."""
-        grads, ranges = self._accumulator, dict[str, Sequence[Tensor]]()
+        found = dict[str, Sequence[Tensor]]()
         for span in group:
             ends = [span.owned(rank) for rank in range(ranks)]
-            flat = grads.parameters[grads.logical[span.name]].data.view(-1)
-            ranges[span.name] = flat.split([stop - start for start, stop in ends])
-        return [{name: parts[rank] for name, parts in ranges.items()} for rank in range(ranks)]
+            flat = self._tensors.tensor(span.name).data.view(-1)
+            found[span.name] = flat.split([stop - start for start, stop in ends])
+        return [{name: parts[rank] for name, parts in found.items()} for rank in range(ranks)]
 
     def land(self, groups: Iterable[int]) -> None:
         """Wait for some groups, in the order of their start; without any left, remove all hooks."""
@@ -184,14 +202,14 @@ class ParameterGathers:
             memo: that of ``copy.deepcopy``, which has made copies of some parameters before.
         """
         self.wait_for(list(self._flying))
-        for parameter in self._accumulator.parameters.values():
+        for parameter in self._tensors.parameters.values():
             if (copied := memo.get(id(parameter))) is not None:
                 copied.copy_(parameter)
 
     def _read_by(self, module: nn.Module) -> set[str]:
-        """Logical names of the parameters of a module that learn."""
+        """Logical names of the parameters of a module that are gathered."""
         own = {id(parameter) for parameter in module.parameters()}
-        names, parameters = self._accumulator.name_of, self._accumulator.parameters
+        names, parameters = self._tensors.name_of, self._tensors.parameters
         return {names[path] for path, parameter in parameters.items() if id(parameter) in own}
 
 
@@ -225,7 +243,8 @@ def _cut(bucket: Bucket, first: dict[str, int], *, by_module: bool) -> list[Grou
         return [bucket.spans]
     groups: dict[int, list[Span]] = {}
     for span in bucket.spans:
-        groups.setdefault(first[span.name], []).append(span)
+        if span.name in first:  # a frozen parameter may be read by no module: it stays whole
+            groups.setdefault(first[span.name], []).append(span)
     return [tuple(group) for group in groups.values()]
 
 

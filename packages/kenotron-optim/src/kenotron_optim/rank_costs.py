@@ -16,6 +16,7 @@ from kenotron_dist import MeshConfig, views_of
 from kenotron_dist.boxes import gradient_sums
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import OptimizerConfig
+from kenotron_optim.frozen_slices import zero3_cuts
 from kenotron_optim.muon_params import matrix_parts
 from kenotron_optim.partition import BUCKET_ELEMENTS, HOST_BUCKET_BYTES, RANK_ELEMENTS
 from kenotron_optim.rule_config import MuonConfig, SGDConfig, UpdateRule
@@ -41,6 +42,8 @@ class Held:
     """True where Muon updates it."""
     learns: bool = True
     """True where it is not frozen."""
+    cut: bool = True
+    """True where stage 3 cuts it; see ``zero3_cuts``."""
     gathers: int = 2
     """So often stage 3 gathers it for a micro-batch, with ``regather`` by layer."""
 
@@ -75,6 +78,7 @@ def held_tensors(
         layout, parameter = layouts[paths[0]], parameters[paths[0]]
         tied = len(layout.owners) > 1
         alone = len(layout.stages) == 1 and len(layout.owners) == 2
+        learns = not isinstance(parameter, nn.Parameter) or parameter.requires_grad
         found.append(
             Held(
                 count=parameter.numel(),
@@ -82,11 +86,20 @@ def held_tensors(
                 whole=bool(gradient_sums(layout, view(layout))) or (tied and not alone),
                 owners=len(paths),
                 matrix=name in matrices,
-                learns=not isinstance(parameter, nn.Parameter) or parameter.requires_grad,
-                gathers=1 if layout.role == "output" else 2 * len(paths) - (len(paths) > 1),
+                learns=learns,
+                cut=zero3_cuts(parameter, learns=learns),
+                gathers=sum(_gathers(layouts[path].role, learns) for path in paths),
             )
         )
     return found
+
+
+def _gathers(role: str | None, learns: bool) -> int:
+    """Uses of a parameter in a micro-batch, a forward and a backward, for which it is gathered.
+
+    A head stays from the one to the other; a frozen embedding has no backward.
+    """
+    return 1 if role == "output" or (role == "embedding" and not learns) else 2
 
 
 def state_bytes(
@@ -117,11 +130,12 @@ def state_bytes(
     state, stage = STATE_DTYPES[config.state_dtype], config.zero
     summed = 4 if config.accumulate_grad_in_fp32 else itemsize
     for each in tensors:
-        if not each.learns:
-            found["parameters"] += each.count * itemsize
-            continue
         ranks = slice_ranks(each, config, mesh)
         cut = -(-each.count // ranks)
+        if not each.learns:
+            kept = cut if stage.cuts_parameters and each.cut else each.count
+            found["parameters"] += kept * itemsize
+            continue
         owned = cut if stage.cuts_states else each.count
         if not stage.cuts_parameters:
             found["parameters"] += each.count * itemsize
@@ -171,9 +185,14 @@ def data_bytes(
     summed = 4 if config.accumulate_grad_in_fp32 else itemsize
     for each in tensors:
         ranks = slice_ranks(each, config, mesh)
-        if not each.learns:
-            continue
         cut = -(-each.count // ranks)
+        by_layer = config.zero.cuts_parameters and config.regather == "layer"
+        times = each.gathers * backwards if by_layer else 1
+        axis = "edp" if each.expert else "dp"
+        if not each.learns:
+            gathers = config.zero.cuts_parameters and each.cut
+            found[axis] += times * (ranks - 1) * cut * itemsize if gathers else 0
+            continue
         sums = backwards if _leaves(each, config, ranks) else 1
         if leaves is not None:
             own, sources = _of_sources(each, leaves, mesh)
@@ -182,10 +201,8 @@ def data_bytes(
         if not each.expert and config.shard_ranks is not None:
             replicas = mesh.dp // config.shard_ranks
             sent += 2 * (replicas - 1) * cut * summed // replicas
-        by_layer = config.zero.cuts_parameters and config.regather == "layer"
-        times = each.gathers * backwards if by_layer else 1
         sent += times * (ranks - 1) * cut * (itemsize if config.zero.cuts_states else 4)
-        found["edp" if each.expert else "dp"] += sent
+        found[axis] += sent
     return {axis: sent for axis, sent in found.items() if sent}
 
 

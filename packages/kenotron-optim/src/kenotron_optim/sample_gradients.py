@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from kenotron_dist import Mesh, all_to_all
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator, Slices
-from kenotron_optim.checks import owners_of
 from kenotron_optim.gradient_hooks import receive_uses
 from kenotron_optim.partition import Bucket, blocks, copy
 from kenotron_optim.sample_leaves import SampleLeaves
@@ -91,7 +90,7 @@ class SampleGradients(GradAccumulator):
         further = [
             (replace(bucket, spans=(replace(span, offset=0),)), {span.name: path})
             for bucket, span in self.spans()
-            for path in owners_of(self.parameters, layouts)[span.name]
+            for path in self.owners[span.name]
             if path != self.logical[span.name]
         ]
         self._exchanges = firsts + further

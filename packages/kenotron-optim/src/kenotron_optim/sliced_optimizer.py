@@ -24,7 +24,6 @@ from kenotron_optim.config import Regather
 from kenotron_optim.fused import deciding, is_fused
 from kenotron_optim.gradient_gather import gather_gradients
 from kenotron_optim.groups import ParameterGroup
-from kenotron_optim.masters import range_of
 from kenotron_optim.offload import DeviceState, HostState
 from kenotron_optim.parameter_gather import ParameterGathers, check_whole, listed
 from kenotron_optim.parameter_shards import ParameterShards
@@ -76,7 +75,7 @@ class SlicedOptimizer:
             if self.stage.cuts_parameters
             else ParameterGathers(accumulator, gathers=self.stage.cuts_states)
         )
-        self._loaded: dict[str, Tensor] = {}  # by ``parameter_slices``
+        self._loaded: dict[str, Tensor] | None = None  # by ``parameter_slices``
         self._steps, self._prepared = 0, False
         self._compact = compact_state(state_dtype, self.masters, accumulator.spans())
 
@@ -124,7 +123,7 @@ class SlicedOptimizer:
         While one group's slices travel, the next one's are cast. After ``overlap_forward``
         parameters may be in flight when it returns; with stage 3 they are freed until their use.
         """
-        self._loaded = {}
+        self._loaded = None
         self._memory.write_values()
         self._gathers.publish(self._memory.values)
 
@@ -155,14 +154,17 @@ class SlicedOptimizer:
                 module that is compiled itself, and a parameter that is a part of a larger memory.
         """
         self._gathers.overlap_forward(listed(modules))
-        if isinstance(self._gathers, ParameterShards) and fill is not None:
+        if fill is not None:
             self._gathers.fill(fill)
             self._memory.read_values()
-        elif fill is not None:
-            raise ValueError(
-                f"fill was given with ZeRO stage {self.stage}, whose masters are taken from the "
-                "parameters when the optimizer is made: fill the modules before"
-            )
+
+    def rewrite(self, write: Callable[[nn.Module], None]) -> None:
+        """Let a function write into the modules of ``overlap_forward``, one after the other.
+
+        Collective over the data axes. With stage 3 no other module has memory meanwhile.
+        """
+        self._gathers.rewrite(write)
+        self._memory.read_values() if self.stage.cuts_parameters else self.reload()
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters are complete: on NCCL the current stream does, not the host.
@@ -211,27 +213,28 @@ class SlicedOptimizer:
         return found
 
     def parameter_slices(self) -> dict[str, tuple[Tensor, TensorLayout]]:
-        """With stage 3: this rank's slices of the parameters, by logical name, in their dtype;
-        changes of them count if ``reload`` is called before the next update."""
+        """With stage 3: this rank's slices of the parameters, frozen matrices too, by logical name,
+        in their dtype; changes of them count if ``reload`` is called before the next update."""
+        held, frozen = self._accumulator, self._accumulator.frozen.slices()
         self._loaded = {
-            name: values.detach().view(-1).to(self._parameter(name).dtype)
+            name: values.detach().view(-1).to(held.tensor(name).dtype)
             for (name, _), values in self._memory.values.items()
         }
-        layout = self._accumulator.owned_layout
-        return {name: (values, layout(name)) for name, values in self._loaded.items()}
+        return frozen | {n: (part, held.owned_layout(n)) for n, part in self._loaded.items()}
 
     def reload(self) -> None:
         """Take the parameters' values as masters (after loading parameters alone).
 
-        With stage 3 those of ``parameter_slices``, or after ``wait_for_parameters`` the parameters.
-        Raises RuntimeError where there are neither.
+        With stage 3 those of ``parameter_slices``, or after ``wait_for_parameters`` the parameters;
+        raises RuntimeError where there are neither.
         """
         self._gathers.settle()
-        check_whole(self._gathers.whole or bool(self._loaded))
+        check_whole(self._gathers.whole or self._loaded is not None)
         spans = {span.name: span for _, span in self._accumulator.spans()}
+        self._accumulator.frozen.take_again() if self._loaded is None else None
         for (name, rank), master in self.masters.items():
-            loaded = self._loaded.get(name)
-            values = range_of(self._accumulator, spans[name], rank) if loaded is None else loaded
+            loaded = None if self._loaded is None else self._loaded.get(name)
+            values = self._accumulator.range_of(spans[name], rank) if loaded is None else loaded
             self._memory.kept(master).copy_(values.view(master.shape))
         if self.stage.cuts_parameters:
             self.publish()
@@ -295,6 +298,3 @@ class SlicedOptimizer:
 
     def _layout(self, kind: str, name: str, rank: int) -> TensorLayout:
         return self._accumulator.owned_layout(name, rank).renamed(f"optimizer.{kind}.{name}")
-
-    def _parameter(self, name: str) -> Tensor:
-        return self._accumulator.parameters[self._accumulator.logical[name]]

@@ -23,6 +23,10 @@ class Unit:
     """Groups of parameters that it reads."""
     paths: frozenset[str]
     """Its own parameters that learn."""
+    held: frozenset[str]
+    """Its own parameters that come and go, frozen ones too."""
+    differentiates: bool = True
+    """True where its last forward with gradients has a backward."""
     left: set[str] = field(default_factory=set)
     """Those without a gradient in the backward that runs."""
     waiting: int = 0
