@@ -24,7 +24,7 @@ def zero3_cuts(parameter: Tensor, *, learns: bool) -> bool:
 
 
 class FrozenSlices(SlicedTensors):
-    """What a data rank owns of the frozen matrices of its stage.
+    """Slices that a data rank owns of the frozen matrices of its stage.
 
     Args:
         parameters: of this stage that do not learn, by path.
