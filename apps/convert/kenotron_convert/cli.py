@@ -22,12 +22,14 @@ from kenotron_convert.shards import parse_size
 from kenotron_convert.tokenizer_files import tokenizer_files
 from kenotron_convert.upcycling import upcycle
 from kenotron_dist.launch import threads_of_rank
+from kenotron_models.hf import hub_folder
 
 COMMAND = "kenotron-convert"
 """Name of the installed program."""
 CKPT = ("--ckpt", "--ckpt-path")
 PLACE = "a step folder or a run folder; a path or URL"
 """The second as other programs have it."""
+MODEL = "config.json and safetensors; a folder, or a name of the hub that is in the cache"
 THREADS = "of the CPU (default: OMP_NUM_THREADS, else the cores)"
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -151,11 +153,15 @@ def _adapter_parsers(commands: Any) -> list[argparse.ArgumentParser]:
     adapter.set_defaults(run=_adapter)
     merger = commands.add_parser("merge-adapter", help="a model folder with an adapter in it")
     merger.add_argument("--adapter", type=Path, required=True, help="folder of peft")
-    merger.add_argument("--base", type=Path, required=True, help="config.json and safetensors")
+    merger.add_argument("--base", type=_model, required=True, help=MODEL)
     merger.set_defaults(run=_merge)
     for command in (adapter, merger):
         command.add_argument("--out", type=Path, required=True, help="folder to make")
     return [adapter, merger]
+
+
+def _model(path: str) -> Path:
+    return Path(hub_folder(path))
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -168,7 +174,7 @@ def convert_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     importer = commands.add_parser("hf-to-kenotron", help="a checkpoint from a model folder")
-    importer.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
+    importer.add_argument("--hf", type=_model, required=True, help=MODEL)
     importer.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
     importer.set_defaults(run=_import)
 
@@ -200,10 +206,10 @@ def convert_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     averager.set_defaults(run=_average)
     comparer = commands.add_parser("compare", help="a model folder, here and in transformers")
-    comparer.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
+    comparer.add_argument("--hf", type=_model, required=True, help=MODEL)
     comparer.set_defaults(run=_compare)
     teller = commands.add_parser("config", help="the model.model_config of a model folder")
-    teller.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
+    teller.add_argument("--hf", type=_model, required=True, help=MODEL)
     teller.set_defaults(run=_config)
     for command in (importer, exporter):
         command.add_argument(

@@ -18,7 +18,7 @@ from kenotron_dist.launch import launcher
 from kenotron_generate.batch_generation import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
 from kenotron_generate.prompts import FROM_STDIN, read_prompts, with_stdin
-from kenotron_models import Sampling, expert_layers
+from kenotron_models import Sampling, expert_count, expert_layers
 
 COMMAND = "kenotron-generate"
 """Name of the installed program."""
@@ -124,15 +124,17 @@ def _check_ep(described: Description, sizes: Mapping[str, int]) -> None:
     """Raise ValueError unless ep divides the ranks of a stage and the experts of every layer."""
     if (ep := sizes["ep"]) == 1:
         return
-    if not described.model.routes:
+    counts = {part.router.experts for part in expert_layers(described.model).values()}
+    counts = counts or {expert_count(described.model)}  # of a model of transformers, its stacks
+    if counts == {1}:
         raise ValueError(f"--ep {ep}: {described.folder} has no experts; leave --ep out")
     if (ranks := sizes["dp"] * sizes["cp"] * sizes["tp"]) % ep:
         raise ValueError(
             f"--ep {ep}: it must divide dp x cp x tp ({ranks}), the ranks of a pipeline stage; "
             "change --ep, --dp, --cp or --tp"
         )
-    for part in expert_layers(described.model).values():
-        if (count := part.router.experts) % ep:
+    for count in sorted(counts):
+        if count % ep:
             raise ValueError(f"--ep {ep}: it must divide the {count} experts of a layer; change it")
 
 

@@ -29,7 +29,7 @@ from kenotron_models import (
     layer_costs,
     model_from_json,
 )
-from kenotron_models.hf import CONFIG, EMBEDDING, hf_dtype, read_json
+from kenotron_models.hf import CONFIG, EMBEDDING, hf_dtype, hub_folder, read_json
 from kenotron_models.hf_import import OtherModel, read_model, remark
 from kenotron_pp import Pipeline
 
@@ -71,6 +71,7 @@ def describe(path: str | Path) -> Description:
 
     Raises FileNotFoundError or ValueError when it is none of them, or has no model in it.
     """
+    path = hub_folder(str(path))
     if (Path(path) / CONFIG).is_file():
         return _foreign(Path(path))
     folder = resolve_step(path)

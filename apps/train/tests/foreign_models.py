@@ -141,7 +141,7 @@ class Rows:
 
 
 def configure(
-    model: Path, run: Path, changes: dict[str, object] | None = None, **keys: object
+    model: Path | str, run: Path, changes: dict[str, object] | None = None, **keys: object
 ) -> Config:
     """A run in ``run`` that begins with the weights of a folder; ``keys`` are of model_config."""
     sizes = {"is_hf_config": True, "path": str(model), **keys}
@@ -194,7 +194,7 @@ def alone(
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         optimizer.zero_grad()
-        (loss + balance(model, ids)).backward()
+        (loss + balance(model, ids) + squares(model, logits)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -209,6 +209,12 @@ def balance(model: Any, ids: torch.Tensor, calls: int = 2) -> torch.Tensor | flo
         return 0.0
     micros = [model(input_ids=rows[:, :-1], use_cache=False) for rows in ids.chunk(calls)]
     return model.router_aux_loss_coef * sum(each.aux_loss for each in micros) / calls
+
+
+def squares(model: Any, logits: torch.Tensor) -> torch.Tensor | float:
+    """The model's own z-loss, as its forward with labels adds it."""
+    weight = getattr(model, "z_loss_coefficient", 0)
+    return weight * logits.logsumexp(-1).pow(2).mean() if weight else 0.0
 
 
 def run(config: Config) -> list[tuple[float, float, float]]:

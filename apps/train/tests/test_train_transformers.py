@@ -18,6 +18,7 @@ from foreign_models import (
     run,
     whole,
 )
+from huggingface_hub import constants
 from torch import nn
 
 from kenotron_config import Config, ConfigError
@@ -138,8 +139,35 @@ def test_a_parameter_that_a_plan_does_not_synchronise_ends_the_run(tmp_path):
     folder = folder_of("qwen3", tmp_path / "model")
     plan = {"model.layers.*.self_attn.q_norm": "replicate"}
     config = configure(folder, tmp_path / "run", {"parallelism.tp": 2}, tp_plan=plan)
-    with pytest.raises(RankError, match="after step 1: .* equal over tp .*self_attn.q_norm.weight"):
+    words = "step 1: .* equal over tp .*self_attn.q_norm.weight.* give it replicated_with_grad"
+    with pytest.raises(RankError, match=words):
         run(config)
+
+
+def test_a_z_loss_of_the_model_is_in_the_gradients(tmp_path):
+    folder = folder_of("bamba", tmp_path / "model", z_loss_coefficient=0.1)
+    plain = folder_of("bamba", tmp_path / "plain")
+    for layout in ({}, {"parallelism.tp": 2}):
+        config = configure(folder, tmp_path / f"run{len(layout)}", NO_DECAY | layout)
+        found = run(config)
+        due, model = alone(folder, [rate for _, _, rate in found], config)
+        assert model.z_loss_coefficient == 0.1
+        assert [loss for loss, *_ in found] == pytest.approx(due, rel=1e-6)
+        other, _ = alone(plain, [rate for _, _, rate in found], config)
+        assert due[1:] != pytest.approx(other[1:], rel=1e-4)
+
+
+def test_a_run_begins_with_a_model_of_the_hub_by_its_name(tmp_path, monkeypatch):
+    folder = folder_of("cohere", tmp_path / "model")
+    model = tmp_path / "hub/models--org--tiny"
+    for part in ("snapshots", "refs"):
+        (model / part).mkdir(parents=True)
+    (model / "refs/main").write_text("a" * 40)
+    (model / "snapshots" / ("a" * 40)).symlink_to(folder)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    one = {"tokens.train_steps": 1, "parallelism.tp": 2}
+    named = run(configure("org/tiny", tmp_path / "named", one))
+    assert named == run(configure(folder, tmp_path / "run", one))
 
 
 def test_a_run_resumes_on_another_layout(tmp_path):
@@ -180,8 +208,11 @@ def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("cohere", (1, 1)), ("cohere", (2, 2)), ("gpt_neox", (1, 1)), ("gpt_oss", (2, 1))],
-)
+    [
+        ("cohere", (1, 1, 1)), ("cohere", (2, 2, 1)), ("gpt_neox", (1, 1, 1)),
+        ("gpt_oss", (2, 1, 1)), ("mixtral", (2, 1, 2)),
+    ],
+)  # fmt: skip
 def test_texts_of_a_checkpoint_are_those_of_transformers(family, sizes, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -190,12 +221,15 @@ def test_texts_of_a_checkpoint_are_those_of_transformers(family, sizes, tmp_path
     run(configure(folder, tmp_path / "run", {"tokens.train_steps": 1}, **keys))
     export = "kenotron-to-hf", "--ckpt", "run", "--out", "exported", "--no-check"
     assert runs.program("apps/convert", tmp_path, *export).returncode == 0
-    prompts, (tp, pp) = ["AB", "A LONGER PROMPT"], map(str, sizes)
+    prompts, (tp, pp, ep) = ["AB", "A LONGER PROMPT"], map(str, sizes)
     flags = [word for prompt in prompts for word in ("--prompt", prompt)]
     flags += ["--tokenizer", "bytes", "--temperature", "0", "--max-new-tokens", "5"]
     flags += ["--ckpt-path", "run", "--jsonl", "out", "--tp", tp, "--pp", pp]
-    done = runs.program("apps/generate", tmp_path, *flags)
+    done = runs.program("apps/generate", tmp_path, *flags, "--ep", ep)
     assert done.returncode == 0, done.stderr
+    if ep != "1":
+        done = runs.program("apps/generate", tmp_path, *flags, "--ep", "3", "--dp", "3")
+        assert "--ep 3: it must divide the 4 experts of a layer" in done.stderr
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     for line, prompt in zip((tmp_path / "out").read_text().splitlines(), prompts, strict=True):
         ids = torch.tensor([[*prompt.encode()]])

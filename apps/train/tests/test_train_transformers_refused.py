@@ -150,7 +150,10 @@ def test_encoders_and_values_that_transformers_refuses():
 def test_plans_of_ones_own_that_cannot_be_followed(tmp_path):
     folder = folder_of("mixtral", tmp_path / "model", intermediate_size=42)
     for plan, words in (
-        ({"model.layer.*.mlp": "rowwise"}, "a mixtral over tp 1: .*model.layer.*: no such name"),
+        (
+            {"model.layer.*.mlp": "rowwise"},
+            "with the tp_plan that is given: .*model.layer.*: no such name",
+        ),
         ({"model.norm": "rows"}, "model.norm: there is no style 'rows'"),
         ({"lm_head": "colwise"}, "lm_head: it is cut over the vocabulary, for the loss: leave it"),
         ({"model.layers.*.mlp.experts": "replicate"}, "nothing adds up what ranks compute with"),

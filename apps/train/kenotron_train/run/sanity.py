@@ -11,8 +11,14 @@ from kenotron_dist import gather_objects
 from kenotron_dist.diagnosis import check_equal
 from kenotron_dist.placement import named_parameters
 from kenotron_engine import StepResult
+from kenotron_models import TransformersSpec
 from kenotron_train.assemble import TrainingRun
 from kenotron_train.failures.nonfinite_record import samples_of
+
+UNSYNCHRONISED = (
+    " This is a model of transformers: if ranks of tp each have a part of the gradient of the "
+    "first one, give it replicated_with_grad_allreduce in model.model_config.tp_plan"
+)
 
 
 def check_batch(training: TrainingRun, batch: Batch, step: int) -> None:
@@ -72,4 +78,5 @@ def check_state(training: TrainingRun, result: StepResult, step: int) -> None:
             mesh["tp"],
         )
     except ValueError as error:
-        raise ValueError(f"after step {step}: {error}") from error
+        planned = isinstance(training.plan.spec, TransformersSpec)
+        raise ValueError(f"after step {step}: {error}{UNSYNCHRONISED * planned}") from error

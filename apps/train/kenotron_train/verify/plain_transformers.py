@@ -159,7 +159,10 @@ def _update(
 
 
 def _backward(model: Any, spec: TransformersSpec, batch: Batch) -> float:
-    """Return the mean loss of the targets of a global batch; its gradients are added up."""
+    """Return the mean loss of the targets of a global batch, without balance and z-losses.
+
+    The gradients of all of them are added up.
+    """
     targets = int((batch.labels_MBS != -100).sum())
     total, straight = 0.0, torch.arange(batch.tokens_MBS.shape[-1])
     for m in range(len(batch)):
@@ -173,6 +176,9 @@ def _backward(model: Any, spec: TransformersSpec, batch: Batch) -> float:
         logits = made.logits.float()
         loss = cross_entropy(logits.flatten(0, 1), batch.labels_MBS[m].flatten(), reduction="sum")
         whole = loss / targets
+        if spec.z_loss:
+            z = logits.flatten(0, 1).logsumexp(-1)[batch.labels_MBS[m].flatten() != -100]
+            whole = whole + spec.z_loss * z.square().sum() / targets
         if spec.balances:
             weight = next(x for name in WEIGHTS if (x := getattr(model, name, None)) is not None)
             whole = whole + made.aux_loss * weight * ids.numel() / batch.tokens_MBS.numel()

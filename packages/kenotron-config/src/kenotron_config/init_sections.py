@@ -4,6 +4,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
 from kenotron_models import AttentionScale, DepthRule
+from kenotron_models.hf import hub_folder
 
 INFINITY = float("inf")
 DEPTH = "num_hidden_layers"
@@ -122,8 +123,9 @@ class ExistingCheckpointInitConfig:
     """Weights of a model that is there; nothing else of it counts, and the run begins at step 0."""
 
     path: str
-    """A model folder of Hugging Face (config.json and safetensors), a step folder or a run folder,
-    or a URL of one of the last two; model_config must be what the weights were trained with."""
+    """A model folder of Hugging Face (config.json and safetensors) or its name on the hub, if it is
+    in this machine's cache, a step folder or a run folder, or a URL of one of the last two;
+    model_config must be what the weights were trained with."""
     accept_changed_rope: bool = False
     """True: rope_theta and rope_scaling may differ from those of the weights, to extend the context
     (theta of a longer base, or YaRN)."""
@@ -135,6 +137,7 @@ class ExistingCheckpointInitConfig:
         """Check the field."""
         if not self.path:
             raise ValueError("path: nothing was given; it must name a checkpoint")
+        object.__setattr__(self, "path", hub_folder(self.path))
 
 
 @dataclass(frozen=True, kw_only=True)

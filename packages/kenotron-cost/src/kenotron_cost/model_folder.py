@@ -9,7 +9,7 @@ from kenotron_config import Config, ModelConfig, RandomInitConfig
 from kenotron_cost.cost_plan import check_measured
 from kenotron_models import AnyConfig
 from kenotron_models.families import TransformersConfig
-from kenotron_models.hf import read_hf_config
+from kenotron_models.hf import hub_folder, read_hf_config
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 """Factors of a number of tokens: 4M are 4 x 2^20."""
@@ -29,7 +29,7 @@ def with_model(config: Config, folder: Path | str, sequence: int, batch: str | i
             sizes contradict one another.
         OSError: it cannot be read.
     """
-    folder, batch = Path(folder), str(batch)
+    folder, batch = Path(hub_folder(str(folder))), str(batch)
     if sequence < 1:
         raise ValueError(f"--sequence-length {sequence}: it must be at least 1")
     number, unit = (batch[:-1], batch[-1].upper()) if batch[-1:].isalpha() else (batch, "")

@@ -30,6 +30,7 @@ from kenotron_models.hf_tensors import (
     stays_fp32,
     tensors_of,
 )
+from kenotron_models.hub_folder import hub_folder, missing
 from kenotron_models.peft_config import PEFT_PREFIX
 from kenotron_models.registry import AnyConfig, family_of
 from kenotron_models.shapes import decoder_layouts
@@ -52,6 +53,7 @@ __all__ = [
     "exported_tensors",
     "hf_dtype",
     "hf_tensors",
+    "hub_folder",
     "is_superfluous",
     "load_theirs",
     "not_carried",
@@ -120,7 +122,8 @@ def read_hf_config(folder: str | Path) -> tuple[AnyConfig, dict[str, Any]]:
     path = Path(folder) / CONFIG
     if not path.is_file():
         reason = f"it has no {CONFIG}" if Path(folder).is_dir() else "there is no such folder"
-        raise ValueError(f"{folder} is no model of Hugging Face: {reason}")
+        hint = missing(str(folder))
+        raise ValueError(f"{folder} is no model of Hugging Face: {reason}{hint}")
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a {type(values).__name__} was found; it must be a mapping")

@@ -72,6 +72,7 @@ def spec_of(
         documents=documents,
         tp_plan=tp_plan,
         balances=bool(getattr(text, "output_router_logits", False)),
+        z_loss=float(getattr(text, "z_loss_coefficient", None) or 0),
     )
 
 

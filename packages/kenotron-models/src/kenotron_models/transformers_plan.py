@@ -94,8 +94,9 @@ def cut_model(model: Any, build: Build, given: Plan = ()) -> None:
         parallelize(model, styles, tp, overlap=build.mode.overlap, strict=strict)
     except ValueError as error:
         if tp.size > 1 or given:
+            where = f"over tp {tp.size}" if tp.size > 1 else "with the tp_plan that is given"
             raise ValueError(
-                f"a {kind} over tp {tp.size}: {error}\nmodel.model_config.tp_plan gives a name "
+                f"a {kind} {where}: {error}\nmodel.model_config.tp_plan gives a name "
                 "another style, replicate to leave it whole"
             ) from error
         parallelize(model, {}, tp)  # it trains on one rank

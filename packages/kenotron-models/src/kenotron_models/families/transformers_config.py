@@ -17,6 +17,7 @@ from kenotron_models.context import Context
 from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.families.transformers_small import HEADS, kv_heads_of, small_json
 from kenotron_models.family import Family
+from kenotron_models.hub_folder import hub_folder, missing
 from kenotron_models.small import SmallSizes
 from kenotron_models.transformers_attention import OWN_ATTENTION
 from kenotron_models.transformers_meta import layers_on_meta
@@ -42,7 +43,8 @@ class TransformersConfig:
     is_hf_config: bool = True
     """Marks a YAML mapping as this class; always true."""
     path: str | None = None
-    """Folder with the model's config.json. Its weights are read with `model.init_method.path`."""
+    """Folder with the model's config.json, or its name on the hub, if it is in the cache. Its
+    weights are read with `model.init_method.path`."""
     attn_implementation: str | None = None
     """Attention backend of transformers: `sdpa` or `eager`; None: its own choice, `sdpa` for nearly
     all. `kenotron`: attention is computed here, which cp needs, and honours documents."""
@@ -65,6 +67,8 @@ class TransformersConfig:
                 f"attn_implementation: {self.attn_implementation} was given; it must be one of "
                 f"{', '.join(ATTENTIONS)}, or null"
             )
+        if self.path is not None and self.config_json is None:
+            object.__setattr__(self, "path", hub_folder(self.path))
         try:
             object.__setattr__(self, "config_json", _read(self.path, self.config_json))
         except ValueError as error:
@@ -180,7 +184,8 @@ def _read(path: str | None, given: str | None) -> str:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name} cannot be read ({error}); give a model's folder") from None
+            hint = f"give a model's folder{missing(path or '')}"
+            raise ValueError(f"{name} cannot be read ({error}); {hint}") from None
     try:
         values: Any = json.loads(text)
     except RecursionError:
