@@ -37,7 +37,7 @@ from kenotron_plan.table import (
     own_lines,
     refused_lines,
 )
-from kenotron_plan.written import write_config
+from kenotron_plan.written import check_new, script_of, write_config
 
 KNOWN = OSError, ValueError, ModuleNotFoundError
 GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
@@ -64,6 +64,8 @@ def _plan(given: argparse.Namespace) -> int:
     for flag in ("json", "write", "html"):
         if (path := getattr(given, flag)) and Path(path).is_dir():
             raise ValueError(f"--{flag} {path}: this is a folder; give the path of a file")
+    if given.write:
+        check_new(Path(given.write))
     config, search = _config(given, ranks), search_names(given.search) if given.search else ()
     room = machine["memory"] if given.memory is None else given.memory * 1e9
     planned = plan_of_run(
@@ -83,7 +85,7 @@ def _plan(given: argparse.Namespace) -> int:
         write_page(Path(given.html), planned.planner, drawn, lines, title)
     if given.write and chosen is not None:
         line = write_config(config, chosen.layout, Path(given.write), machine.devices)
-        say(f"\nWritten: {given.write}\nStart it: {line}")
+        say(f"\nWritten: {given.write}, {script_of(Path(given.write))}\nStart it: {line}")
     return 0 if chosen is not None else 1
 
 
@@ -123,8 +125,7 @@ def _lines(planned: Planned, machine: Machine) -> Iterator[str]:
     if own is not None:
         yield "The layout of the config"
         yield from own_lines(own, machine, training)
-        for line in planned.remedies:
-            yield from wrap(line, WIDTH, initial_indent="* ", subsequent_indent="  ")
+        yield from _remedies(planned)
         yield ""
     if (found := planned.found) is not None:
         none = "" if planned.fitting else "; none fits: those that lack least memory"
@@ -134,9 +135,19 @@ def _lines(planned: Planned, machine: Machine) -> Iterator[str]:
         )
         yield from best_lines(found, machine, training)
         yield ""
+        if found.best and (own is None or planned.fitting):
+            yield "The first of them"
+            yield from own_lines(planned.chosen or found.best[0], machine, training)
+            yield from _remedies(planned) if own is None else ()
+            yield ""
         yield from _about_refused(planned.refused)
     if shown := own or (planned.found.best[0] if planned.found else None):
         yield from note_lines(shown, machine, training)
+
+
+def _remedies(planned: Planned) -> Iterator[str]:
+    for line in planned.remedies:
+        yield from wrap(line, WIDTH, initial_indent="* ", subsequent_indent="  ")
 
 
 def _about_refused(refused: Refused) -> Iterator[str]:
@@ -206,7 +217,7 @@ def plan_parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the plan for programs, its layouts under `layouts`")
     what = "write a page with the plan and the memory of a step over time; needs matplotlib"
     add("--html", metavar="FILE", help=what)
-    what = "write the config on the best layout, and show the command that starts it"
+    what = "write the config on the best layout, and next to it a script (.sh) that starts it"
     add("--write", metavar="FILE", help=what)
     parser.epilog = (
         f"recomputation that is tried: {', '.join(RECOMPUTES)}; `calibrate --write FILE` "

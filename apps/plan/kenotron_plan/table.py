@@ -21,7 +21,7 @@ from kenotron_cost import (
     described_parts,
 )
 from kenotron_engine import tflops_per_rank
-from kenotron_models import expert_count, training_flops
+from kenotron_models import TransformersSpec, expert_count, training_flops
 
 GB = 1e9
 WIDTH = 100
@@ -150,7 +150,9 @@ def note_lines(estimate: Estimate, machine: Machine, training: PlannedRun) -> li
     )
     if expert_count(estimate.plan.spec) > 1:
         load = "an even load (change it with --imbalance)"
-        if training.imbalance != 1:
+        if isinstance(estimate.plan.spec, TransformersSpec):
+            load = "an even load; of models of transformers --imbalance changes nothing"
+        elif training.imbalance != 1:
             load = f"{training.imbalance:g} times an even load's tokens on the fullest rank"
         notes = (*notes, f"Experts: {load}")
     elif training.imbalance != 1:

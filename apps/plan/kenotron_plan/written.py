@@ -1,4 +1,4 @@
-"""Files of a plan: the config on a chosen layout, and the line that starts it."""
+"""Files of a plan: the config on a chosen layout, and the script that starts it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from kenotron_config import Config, dump_config
 from kenotron_cost import PlannedLayout, with_layout
 
 
+def check_new(target: Path) -> None:
+    """Raise ValueError where a config or its script would replace a file."""
+    for file in (target, script_of(target)):
+        if file.exists():
+            raise ValueError(f"--write {target}: there is such a file ({file}); name a new one")
+
+
+def script_of(config: Path) -> Path:
+    """Return the file of the script that starts a config."""
+    return config.with_suffix(".sh")
+
+
 def write_config(config: Config, layout: PlannedLayout, target: Path, devices: int) -> str:
-    """Write a config on a layout, and return the line that starts it.
+    """Write a config on a layout and a script that starts it, whose line is returned.
 
     Args:
         config: the run.
@@ -22,10 +34,12 @@ def write_config(config: Config, layout: PlannedLayout, target: Path, devices: i
         ValueError: there is such a file.
         OSError: it cannot be written.
     """
-    if target.exists():
-        raise ValueError(f"--write {target}: there is such a file; name a new one")
+    check_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(dump_config(with_layout(config, layout)), encoding="utf-8")
+    line, script = launch_line(target.absolute(), layout.ranks, devices), script_of(target)
+    script.write_text(f'#!/bin/sh\n# {layout.ranks} ranks\nexec {line} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
     return launch_line(target, layout.ranks, devices)
 
 

@@ -1,6 +1,7 @@
 """``kenotron plan``: tables, JSON, pages, configs, known models, bad input."""
 
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,22 @@ def test_a_knob_that_makes_it_fit_is_named_with_its_cost():
     assert len(ratios) > 1 and ratios == sorted(ratios) and all(each >= 1 for each in ratios)
 
 
+def test_where_none_fits_what_the_search_does_not_change_is_tried(capsys):
+    flags = [part for each in DEEP for part in ("--set", each)]
+    flags += ["--gpus", "8xH100", "--objective", "memory"]
+    needed = plan_of_run(tiny(), H100, 80e9, 8, "memory")
+    assert needed.found is not None and not needed.remedies
+    room = (needed.found.best[0].memory.total - 1000) / 1e9
+    status, out, _ = program(capsys, *flags, "--memory", f"{room:.9f}")
+    text = " ".join(out.split())
+    assert status == 1 and "none fits: those that lack least memory" in text
+    assert "The first of them" in text and "does not fit" in text
+    assert "optimizer.offload=true makes the first one fit" in text
+    assert "--ranks 16: with dp" in text
+    status, out, _ = program(capsys, *flags, "--memory", "0.001")
+    assert status == 1 and "shorten tokens.sequence_length" in " ".join(out.split())
+
+
 @pytest.mark.smoke
 def test_the_program_writes_a_table_json_and_a_config_that_check_takes(tmp_path, capsys):
     flags = [part for each in DEEP for part in ("--set", each)]
@@ -107,14 +124,27 @@ def test_the_program_writes_a_table_json_and_a_config_that_check_takes(tmp_path,
     assert "Memory that is not counted" in out
     assert "assumption: no data sheet has it (not measured here)" in " ".join(out.split())
     assert f"Start it: kenotron train --config-file {chosen}" in out
+    own = out[out.index("The first of them") :]
+    for words in (
+        "Largest instant: ",
+        "tokens/s, MFU",
+        "Whole training: ",
+        "A rank sends in a step",
+    ):
+        assert words in own
+    script = chosen.with_suffix(".sh")
+    assert script.read_text().endswith(f'exec kenotron train --config-file {chosen} "$@"\n')
+    assert os.access(script, os.X_OK)
     best = json.loads(plan.read_text())["layouts"]
     assert len(best) == 10 and all(each["fits"] and each["price"] > 0 for each in best)
     written = load_config(chosen)
     for axis in ("dp", "pp", "cp", "tp"):
         assert getattr(written.parallelism, axis) == best[0]["layout"][axis]
     assert problems_of(written) == []
-    status, _, err = program(capsys, *flags)
-    assert status == 2 and "there is such a file" in err
+    for file in (chosen, script):
+        status, _, err = program(capsys, *flags)
+        assert status == 2 and f"there is such a file ({file})" in " ".join(err.split())
+        file.unlink()
 
 
 def test_a_folder_of_hugging_face_is_planned_as_its_config(tmp_path, capsys):

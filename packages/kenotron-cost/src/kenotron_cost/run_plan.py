@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kenotron_config import Config
 from kenotron_cost.cost_plan import check_measured, cost_plan
 from kenotron_cost.knobs import check_search
 from kenotron_cost.layouts import (
     CP_OF_TRANSFORMERS,
+    PlannedLayout,
     Refused,
     legal_layouts,
     nearest_legal,
@@ -31,6 +33,14 @@ from kenotron_models import TransformersSpec
 
 GB = 1e9
 SHOWN_REMEDIES = 5
+LAST_KNOBS = (
+    ("optimizer.offload", True),
+    ("model.dtype", "bfloat16"),
+    ("optimizer.accumulate_grad_in_fp32", False),
+)
+"""Keys that make a layout smaller and that a search changes only if asked: they change numbers or
+need host memory."""
+MOST_RANKS = 16384
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,8 @@ class Planned:
     own: Estimate | None = None
     """The layout of the config; None where another number of ranks was asked for."""
     remedies: list[str] = field(default_factory=list)
-    """Changes of one key with which it fits, and their cost."""
+    """Changes of one key with which it fits, and their cost; where none fits, of the layout that
+    lacks least."""
     ranks: int = 0
     found: Found | None = None
     refused: Refused = field(default_factory=Refused)
@@ -135,6 +146,8 @@ def plan_of_run(
         if not legal:
             raise ValueError(_none_legal(config, ranks, planned.refused))
         planned.ranks, planned.found = ranks, planner.search(legal, objective)
+        if not planned.fitting and not planned.remedies and planned.found.best:
+            planned.remedies = [*_beyond(config, planner, planned.found.best[0])]
     return planned
 
 
@@ -150,16 +163,48 @@ def _check_arguments(
         raise ValueError("--objective price: give --price, of a device and hour")
 
 
+def _beyond(config: Config, planner: Planner, nearest: Estimate) -> Iterator[str]:
+    """Yield what a search does not change and makes a layout fit: other keys, or more ranks."""
+    layout, found = nearest.layout, False
+    for key, value in LAST_KNOBS:
+        changed = replace(layout, knobs=(*layout.knobs, (key, value)))
+        each = _estimated(config, planner, changed)
+        if key not in dict(layout.knobs) and each is not None and each.fits:
+            found, ratio = True, each.time.seconds / nearest.time.seconds
+            saved = (nearest.memory.total - each.memory.total) / GB
+            yield (
+                f"{key}={json.dumps(value)} makes the first one fit: {saved:.3g} GB less, the step "
+                f"takes {ratio:.2f} times as long"
+            )
+    while layout.ranks < MOST_RANKS:
+        layout = replace(layout, dp=2 * layout.dp)
+        each = _estimated(config, planner, layout)
+        if each is not None and each.fits:
+            yield f"--ranks {layout.ranks}: with dp {layout.dp} the first one fits"
+            return
+    if not found:
+        yield (
+            f"Neither {', '.join(key for key, _ in LAST_KNOBS)} nor more ranks of dp make the "
+            "first one fit: shorten tokens.sequence_length, or take devices with more memory"
+        )
+
+
+def _estimated(config: Config, planner: Planner, layout: PlannedLayout) -> Estimate | None:
+    """Return the plan of a layout; None where it is not legal."""
+    try:
+        plan = cost_plan(with_layout(config, layout))
+    except ValueError:
+        return None
+    return planner.estimate(layout, plan, recomputed(plan), exact=False)
+
+
 def _remedies(config: Config, planner: Planner, own: Estimate) -> Iterator[str]:
     """Yield the knobs that make a layout fit, the cheapest first."""
     named, estimates = {}, []
     for knob, layout in neighbours(own.layout):
-        try:
-            plan = cost_plan(with_layout(config, layout))
-        except ValueError:  # not legal
-            continue
-        named[layout] = knob
-        estimates.append(planner.estimate(layout, plan, recomputed(plan), exact=False))
+        if (each := _estimated(config, planner, layout)) is not None:
+            named[layout] = knob
+            estimates.append(each)
     fitting = sorted((e for e in estimates if e.fits), key=lambda each: each.time.seconds)
     if not fitting:
         yield "No single knob makes it fit: search all layouts with --ranks"
