@@ -64,6 +64,14 @@ def test_a_family_that_is_none_of_ours_is_planned_from_its_folder(tmp_path, caps
     assert problems_of(written) == []
 
 
+def test_an_uneven_load_of_a_foreign_model_is_said_to_change_nothing(tmp_path, capsys):
+    folder = folder_of(tmp_path / "model", SIZES | EXPERTS | {"model_type": "exaone_moe"})
+    flags = ("--gpus", "2xH100", "--sequence-length", "64", "--batch", "2K", "--imbalance", "2")
+    assert main(["--model", str(folder), *flags]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Experts: an even load; of models of transformers --imbalance changes nothing" in text
+
+
 def test_a_model_in_one_piece_and_an_unknown_family_are_refused(tmp_path, capsys):
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     gpt = {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
