@@ -15,8 +15,9 @@ from placement_types import SPECS, Type, decoder_gradients, loss_type
 from spmd_types import I, R, SpmdTypeError, V
 
 from kenotron_dist import Axis, Mesh
-from kenotron_dist.autograd import gather_from, reduce_from, scatter_to
+from kenotron_dist.autograd import copy_to, gather_from, reduce_from, scatter_to
 from kenotron_dist.testing import on_ranks
+from kenotron_models import with_values
 
 KINDS = sorted(SPECS.keys() - {"blocked"})  # the kernel of "blocked" does not run on meta
 ROUTED = [name for name in KINDS if SPECS[name].routes]
@@ -100,6 +101,44 @@ def own_gradient(dy: Any, weight: Any, how: Any, n: int) -> Any:
     return mock.Mock(wait=lambda: dx)
 
 
+def experts_of_all() -> Patch:
+    """Gradients of a rank's own experts are added to those of other ranks' experts."""
+    linear = resolve_name("kenotron_models.stacked_linear:StackedLinear")
+    init, forward = linear.__init__, linear.forward
+
+    def remembers(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.axis = given[3].ep
+
+    def summed(self: Any, *given: Any, **named: Any) -> torch.Tensor:
+        weight = copy_to(self.weight, self.axis)
+        return forward(with_values(self, {"weight": weight}), *given, **named)
+
+    return mock.patch.multiple(linear, __init__=remembers, forward=summed)
+
+
+def whole_head() -> Patch:
+    """The logits of the whole vocabulary on each rank, for a loss of a part of it."""
+    head = resolve_name("kenotron_models.decoder:Head")
+    forward = head.forward
+
+    def gathered(self: Any, *given: Any, **named: Any) -> torch.Tensor:
+        return gather_from(forward(self, *given, **named), self.axis, -1)
+
+    return mock.patch.object(head, "forward", gathered)
+
+
+def keys_left_behind() -> Patch:
+    """Gradients of keys that other ranks of cp computed do not come back."""
+    returned = resolve_name("kenotron_cp.returned_gradients:Returned")
+
+    def lost(self: Any, work: Any) -> None:
+        for (m, x), row in zip(self.names, self.handle.wait().unbind(), strict=True):
+            work.keep(m, x, torch.zeros_like(row))
+
+    return mock.patch.object(returned, "keep", lost)
+
+
 FAULTS: dict[str, tuple[str, str, Callable[[], Patch], bool]] = {
     "norm: no sum over tokens": ("all", "sequence", without("norm:RMSNorm", "weight"), True),
     "learned places: no sum": (
@@ -133,16 +172,24 @@ FAULTS: dict[str, tuple[str, str, Callable[[], Patch], bool]] = {
     "column product: own gradient": (
         "all", "plain", instead("tp.matmul._start_input_gradient", own_gradient), False,
     ),
+    "head: whole on each rank": ("all", "plain", whole_head, True),
+    "experts: gradients of all": ("experts", "plain", experts_of_all, True),
+    "keys over cp: left behind": ("all", "plain", keys_left_behind, False),
 }  # fmt: skip
 """Kind of block, mode, what is wrong, and whether types see it: they do not look into functions
 with a backward of their own."""
+OTHER_AXES = {
+    "experts: gradients of all": {"tp": 2, "ep": 2},
+    "keys over cp: left behind": {"cp": 2},
+}
+"""Layouts of faults that are none of tp."""
 
 
-def departures(mesh: Mesh) -> list[float]:
+def departures(mesh: Mesh, faults: list[str]) -> list[float]:
     """Largest difference of each fault's loss or gradients from those without it."""
     sound: dict[tuple[str, str], Any] = {}
     found = []
-    for name, mode, fault, _ in FAULTS.values():
+    for name, mode, fault, _ in (FAULTS[each] for each in faults):
         if (name, mode) not in sound:
             sound[name, mode] = decoder_gradients.gradients_fp64(mesh, name, mode)
         loss, _, parts = sound[name, mode]
@@ -159,16 +206,19 @@ def departures(mesh: Mesh) -> list[float]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_types_see_a_fault_of_placement(fault: str) -> None:
     name, mode, wrong, seen = FAULTS[fault]
-    loss_type(name, mode, tp=2)
+    sizes = OTHER_AXES.get(fault, {"tp": 2})
+    loss_type(name, mode, **sizes)
     with wrong():
         if not seen:
-            loss_type(name, mode, tp=2)
+            loss_type(name, mode, **sizes)
             return
         with pytest.raises(SpmdTypeError):
-            loss_type(name, mode, tp=2)
+            loss_type(name, mode, **sizes)
 
 
-def test_numbers_see_all_faults_of_placement() -> None:
-    for rank in on_ranks(departures, tp=2):
-        for name, worst in zip(FAULTS, rank, strict=True):
-            assert worst > 1e-6, name
+@pytest.mark.parametrize("sizes", [{"tp": 2}, *OTHER_AXES.values()], ids=str)
+def test_numbers_see_all_faults_of_placement(sizes: dict[str, int]) -> None:
+    faults = [name for name in FAULTS if OTHER_AXES.get(name, {"tp": 2}) == sizes]
+    found = on_ranks(departures, faults, **sizes)
+    for name, *worst in zip(faults, *found, strict=True):
+        assert max(worst) > 1e-6, name
