@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_cp import Scoring
+from kenotron_dist import to_device
 from kenotron_models.attention_backends import attend
 from kenotron_models.attention_cp import attend_cut
 from kenotron_models.attention_mask import AttentionMask
@@ -115,7 +116,28 @@ def attend_rows(
     sight = AttentionMask(rows.context, window or None, rows.documents)
     how = attend if rows.context.cut is None else attend_cut
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if vars(module).get("attn_temperature_tuning") and not module.use_rope:
+        q = _tempered(module, q, rows.context)
     return how(q, k, v, sight, scoring).contiguous(), None
+
+
+def _tempered(module: Any, q_BnHK: Tensor, context: Context) -> Tensor:
+    """Return queries with the temperature of their places in whole rows.
+
+    Llama-4's attention without rotary embedding (2501.19399) takes the tokens of this rank for the
+    first of a row.
+    """
+    if context.cut is None:
+        return q_BnHK
+    places = (
+        to_device(context.cut.places_S, q_BnHK.device),
+        torch.arange(q_BnHK.shape[1], device=q_BnHK.device),
+    )
+    due, done = (
+        torch.log1p(torch.floor((each.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1
+        for each in places
+    )
+    return (q_BnHK * (due / done)[:, None, None]).to(q_BnHK.dtype)
 
 
 _ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
