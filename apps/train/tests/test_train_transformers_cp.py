@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
-from foreign_models import OTHERS, SEQUENCE, alone, configure, folder_of, run, whole
+from foreign_models import OF_CUT_ROWS, OTHERS, SEQUENCE, alone, configure, folder_of, run, whole
 from torch import nn
 
 from kenotron_config import ConfigError
@@ -15,8 +16,12 @@ from kenotron_models.families import TransformersConfig
 from kenotron_models.transformers_attention import attend_rows, attending, window_mask
 
 HERE = {"attn_implementation": "kenotron"}
-FAMILIES = ("gemma2", "gpt_oss", "deepseek_v3", "mixtral")  # windows, caps, sinks, latent, experts
-CAPPED = {"gemma2": {"attn_logit_softcapping": 0.5}}  # small weights make small scores
+FAMILIES = ("gemma2", "gpt_oss", "deepseek_v3", "mixtral", "llama4_text")
+"""Windows, caps, sinks, latent attention, experts, temperatures of places."""
+OTHERS_CUT = (
+    "qwen3_moe", "glm4_moe", "minimax_m2", "gemma4_text", "ernie4_5", "ernie4_5_moe", "seed_oss",
+)  # fmt: skip
+CHANGES = OF_CUT_ROWS | {"gemma2": {"attn_logit_softcapping": 0.5}}  # small weights: small scores
 CP2 = {"parallelism.cp": 2}
 HALF = {"parallelism.dp": 2, "tokens.batch_accumulation_per_replica": 1}
 LAYOUTS = {
@@ -37,10 +42,11 @@ def close(found: tuple, due: tuple) -> None:
         assert apart <= 1e-5 * abs(expected).max() + 1e-7, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"), [*product(FAMILIES, LAYOUTS), *((each, "cp2") for each in OTHERS_CUT)]
+)
 def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
-    folder = folder_of(family, tmp_path / "model")
+    folder = folder_of(family, tmp_path / "model", **OF_CUT_ROWS.get(family, {}))
     changes = {"tokens.train_steps": 5, "optimizer.weight_decay": 0.0} | LAYOUTS[layout]
     config = configure(folder, tmp_path / "run", changes, **HERE)
     found = run(config)
@@ -50,7 +56,7 @@ def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_cut_rows_and_of_documents_are_those_of_one_process(family, tmp_path):
-    folder = folder_of(family, tmp_path / "model", **CAPPED.get(family, {}))
+    folder = folder_of(family, tmp_path / "model", **CHANGES.get(family, {}))
     for positions, keys in ((None, {}), (DOCUMENTS, {"separate_documents": True})):
         separates = positions is None or family != "gpt_oss"  # in transformers it does not
         theirs = {"attn_implementation": "eager"} if separates else HERE
