@@ -135,8 +135,6 @@ FOUND: dict[str, dict[str, Any]] = {
     },
 }
 """With a plan for tp alone: their layers are found."""
-OF_CUT_ROWS = {"llama4_text": {"attention_chunk_size": SEQUENCE}}
-"""Chunks that are shorter than rows are refused over cp."""
 
 
 def folder_of(family: str, target: Path, **changes: Any) -> Path:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from foreign_models import OF_CUT_ROWS, OTHERS, SEQUENCE, alone, configure, folder_of, run, whole
+from foreign_models import OTHERS, SEQUENCE, alone, configure, folder_of, run, whole
 from torch import nn
 
 from kenotron_config import ConfigError
@@ -17,11 +17,11 @@ from kenotron_models.transformers_attention import attend_rows, attending, windo
 
 HERE = {"attn_implementation": "kenotron"}
 FAMILIES = ("gemma2", "gpt_oss", "deepseek_v3", "mixtral", "llama4_text")
-"""Windows, caps, sinks, latent attention, experts, temperatures of places."""
+"""Windows, caps, sinks, latent attention, experts, chunks."""
 OTHERS_CUT = (
     "qwen3_moe", "glm4_moe", "minimax_m2", "gemma4_text", "ernie4_5", "ernie4_5_moe", "seed_oss",
 )  # fmt: skip
-CHANGES = OF_CUT_ROWS | {"gemma2": {"attn_logit_softcapping": 0.5}}  # small weights: small scores
+CAPPED = {"gemma2": {"attn_logit_softcapping": 0.5}}  # small weights make small scores
 CP2 = {"parallelism.cp": 2}
 HALF = {"parallelism.dp": 2, "tokens.batch_accumulation_per_replica": 1}
 LAYOUTS = {
@@ -46,7 +46,7 @@ def close(found: tuple, due: tuple) -> None:
     ("family", "layout"), [*product(FAMILIES, LAYOUTS), *((each, "cp2") for each in OTHERS_CUT)]
 )
 def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
-    folder = folder_of(family, tmp_path / "model", **OF_CUT_ROWS.get(family, {}))
+    folder = folder_of(family, tmp_path / "model")
     changes = {"tokens.train_steps": 5, "optimizer.weight_decay": 0.0} | LAYOUTS[layout]
     config = configure(folder, tmp_path / "run", changes, **HERE)
     found = run(config)
@@ -56,7 +56,7 @@ def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_cut_rows_and_of_documents_are_those_of_one_process(family, tmp_path):
-    folder = folder_of(family, tmp_path / "model", **CHANGES.get(family, {}))
+    folder = folder_of(family, tmp_path / "model", **CAPPED.get(family, {}))
     for positions, keys in ((None, {}), (DOCUMENTS, {"separate_documents": True})):
         separates = positions is None or family != "gpt_oss"  # in transformers it does not
         theirs = {"attn_implementation": "eager"} if separates else HERE
@@ -132,9 +132,10 @@ def test_a_mask_is_a_window_or_refused():
     assert mask(lambda q, k: k <= q) == 0
     assert mask(lambda q, k: (k <= q) & (k > q - 3)) == 3
     assert mask(lambda q, k: (k <= q) & (k // 8 == q // 8)) == 0  # chunks as long as the rows
-    others = (lambda q, k: (k <= q) & (k // 4 == q // 4), lambda q, k: q >= 0, lambda q, k: q > k)
+    assert mask(lambda q, k: (k <= q) & (k // 3 == q // 3)) == -3
+    others = (lambda q, k: (k <= q) & (k // 4 != q // 4), lambda q, k: q >= 0, lambda q, k: q > k)
     for visible in others:
-        with pytest.raises(ValueError, match="a mask of this model is not causal with a window"):
+        with pytest.raises(ValueError, match="is not causal with a window or chunks"):
             mask(visible)
     with pytest.raises(ValueError, match="in rows of 8 tokens: set it to null"):
         mask(lambda q, k: k <= q, use_vmap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from foreign_models import OF_CUT_ROWS, alone, configure, folder_of, run, whole
+from foreign_models import alone, configure, folder_of, run, whole
 
 from kenotron_config import ConfigError
 from kenotron_convert.importing import model_config
@@ -32,9 +32,8 @@ FIVE = {"tokens.train_steps": 5, "optimizer.weight_decay": 0.0}
 
 
 def compare(family, layout, tmp_path):
-    cut = "parallelism.cp" in layout
-    folder = folder_of(family, tmp_path / "model", **(OF_CUT_ROWS.get(family, {}) if cut else {}))
-    keys = {"attn_implementation": "kenotron"} if cut else {}
+    folder = folder_of(family, tmp_path / "model")
+    keys = {"attn_implementation": "kenotron"} if "parallelism.cp" in layout else {}
     config = configure(folder, tmp_path / "run", FIVE | layout, **keys)
     found = run(config)
     losses, _ = alone(folder, [rate for _, _, rate in found], config)
