@@ -73,8 +73,9 @@ class ScaledExperts(ExchangedExperts):
     top_k: int
     """K."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return the experts' results (E * T, D)."""
+        # Rows that are not zero, K of each token, are sent as tokens with one expert each.
         x_ETD = x.unflatten(0, (self.whole_experts, -1))
         chosen_ET = x_ETD.ne(0).any(-1).to(torch.float32)
         chosen_KT, expert_KT = chosen_ET.topk(self.top_k, dim=0)
@@ -87,6 +88,7 @@ class ScaledExperts(ExchangedExperts):
 
     def _own_experts(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         """Return the results of rows that are grouped by this rank's experts: (R, D)."""
+        # Their code takes equally many rows of each expert: zeros follow those that came.
         rows, own = len(rows_RD), len(counts)
         most = -(-rows // own) if counts.is_meta else max(int(counts.max()), 1)  # with padding
         expert, first = expert_of_rows(rows_RD, counts), counts.cumsum(0) - counts
@@ -122,6 +124,7 @@ def exchange_experts(model: nn.Module, plan: dict[str, str], build: Build) -> di
         inside = {name: s for name, s in plan.items() if _fits(name, path)}
         _cut(module, {name.rpartition(".")[2]: s for name, s in inside.items()}, build)
         if isinstance(module, ScaledExperts):
+            assert isinstance(choices, int)
             module.top_k = choices
         rest = {name: style for name, style in rest.items() if name not in inside}
     return rest
