@@ -59,6 +59,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": {"moe_layers": [1]},
     "longcat_flash": _LATENT | {"num_layers": 2},

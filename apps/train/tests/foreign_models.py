@@ -32,6 +32,17 @@ SMALL = {
     "initializer_range": 0.1,
 }
 GROUPED = SMALL | {"num_key_value_heads": 2}
+UNDROPPED = dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout",
+     "residual_dropout"),
+    0.0,
+)  # fmt: skip
+DELTA = {
+    "head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+CONVOLVED = {"layer_types": ["conv", "full_attention", "conv"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": GROUPED | {"logit_scale": 0.25, "tie_word_embeddings": True},
     "gpt_neox": SMALL | {"tie_word_embeddings": False, "hidden_act": "gelu"},
@@ -65,12 +76,20 @@ OTHERS: dict[str, dict[str, Any]] = {
                                "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0,
                                "laurel_rank": 8},
     "minimax_m2": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "seed_oss": GROUPED | UNDROPPED | {"head_dim": 8},
+    "ernie4_5": GROUPED | {"head_dim": 8},
+    "ernie4_5_moe": GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
+                               "moe_num_shared_experts": 1},
+    "qwen3_5_text": GROUPED | DELTA,
+    "qwen3_5_moe_text": GROUPED | DELTA
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+       "shared_expert_intermediate_size": 16},
+    "lfm2": GROUPED | CONVOLVED,
+    "lfm2_moe": GROUPED | CONVOLVED
+    | {"num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 16},
 }  # fmt: skip
 """For single tests."""
-UNDROPPED = dict.fromkeys(
-    ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
-    0.0,
-)
 GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4} | UNDROPPED
 WITHOUT_PLAN: dict[str, dict[str, Any]] = {
     "stablelm": GROUPED | {"tie_word_embeddings": False},
@@ -107,9 +126,12 @@ FOUND: dict[str, dict[str, Any]] = {
     | {
         "head_dim": 8,
         "intermediate_size_mlp": 48,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_layers": [0, 2],
+        "no_rope_layers": [1, 0, 0],
+        "floor_scale": 5,
+        "attention_chunk_size": 8,
     },
 }
 """With a plan for tp alone: their layers are found."""

@@ -60,7 +60,9 @@ def test_every_layout_trains_as_one_process(family, layout, tmp_path):
         assert norm == pytest.approx(due_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "mixtral", "seed_oss", "ernie4_5", "lfm2", "qwen3_5_text"]
+)
 def test_tokens_cut_over_tp_train_as_transformers_does_in_plain_torch(family, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     layout = {"parallelism.tp": 2, "parallelism.pp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"}

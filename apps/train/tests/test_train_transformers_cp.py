@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from kenotron_models.families import TransformersConfig
 from kenotron_models.transformers_attention import attend_rows, attending, window_mask
 
 HERE = {"attn_implementation": "kenotron"}
-FAMILIES = ("gemma2", "gpt_oss", "deepseek_v3", "mixtral")  # windows, caps, sinks, latent, experts
+FAMILIES = ("gemma2", "gpt_oss", "deepseek_v3", "mixtral", "llama4_text")
+"""Windows, caps, sinks, latent attention, experts, chunks."""
+OTHERS_CUT = (
+    "qwen3_moe", "glm4_moe", "minimax_m2", "gemma4_text", "ernie4_5", "ernie4_5_moe", "seed_oss",
+)  # fmt: skip
 CAPPED = {"gemma2": {"attn_logit_softcapping": 0.5}}  # small weights make small scores
 CP2 = {"parallelism.cp": 2}
 HALF = {"parallelism.dp": 2, "tokens.batch_accumulation_per_replica": 1}
@@ -37,8 +42,9 @@ def close(found: tuple, due: tuple) -> None:
         assert apart <= 1e-5 * abs(expected).max() + 1e-7, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"), [*product(FAMILIES, LAYOUTS), *((each, "cp2") for each in OTHERS_CUT)]
+)
 def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     changes = {"tokens.train_steps": 5, "optimizer.weight_decay": 0.0} | LAYOUTS[layout]
@@ -126,9 +132,10 @@ def test_a_mask_is_a_window_or_refused():
     assert mask(lambda q, k: k <= q) == 0
     assert mask(lambda q, k: (k <= q) & (k > q - 3)) == 3
     assert mask(lambda q, k: (k <= q) & (k // 8 == q // 8)) == 0  # chunks as long as the rows
-    others = (lambda q, k: (k <= q) & (k // 4 == q // 4), lambda q, k: q >= 0, lambda q, k: q > k)
+    assert mask(lambda q, k: (k <= q) & (k // 3 == q // 3)) == -3
+    others = (lambda q, k: (k <= q) & (k // 4 != q // 4), lambda q, k: q >= 0, lambda q, k: q > k)
     for visible in others:
-        with pytest.raises(ValueError, match="a mask of this model is not causal with a window"):
+        with pytest.raises(ValueError, match="is not causal with a window or chunks"):
             mask(visible)
     with pytest.raises(ValueError, match="in rows of 8 tokens: set it to null"):
         mask(lambda q, k: k <= q, use_vmap=True)

@@ -8,11 +8,16 @@ import pytest
 from foreign_models import alone, configure, folder_of, run, whole
 
 from kenotron_config import ConfigError
+from kenotron_convert.importing import model_config
 from kenotron_models import layers_on_meta
 from kenotron_models.families import TransformersConfig
 from kenotron_train.run.preview import preview
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2")
+OURS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe")
+FAMILIES = (
+    *OURS, "minimax_m2", "llama4_text", "gemma4_text", "qwen3_5_moe_text", "lfm2_moe",
+    "ernie4_5_moe",
+)  # fmt: skip
 EP2 = {"parallelism.ep": 2}
 HALF = EP2 | {"parallelism.dp": 2, "tokens.batch_accumulation_per_replica": 1}
 GRID = EP2 | {"parallelism.tp": 2, "parallelism.pp": 2}
@@ -40,8 +45,21 @@ def test_experts_over_ep_tp_and_pp_train_as_plain_transformers(family, tmp_path)
     compare(family, GRID, tmp_path)
 
 
+@pytest.mark.parametrize("family", OURS)
+def test_families_of_our_own_train_as_the_bridge_does(family, tmp_path):
+    folder = folder_of(family, tmp_path / "model", pad_token_id=None)  # its row would not learn
+    ours = model_config(folder) | {"router_aux_loss_coef": 0.0}
+    if family in ("deepseek_v3", "glm4_moe"):
+        ours["router_bias_rate"] = 0.0
+    changes = FIVE | {"model.model_config": json.dumps(ours)}
+    due = run(configure(folder, tmp_path / "ours", changes))
+    found = run(configure(folder, tmp_path / "bridge", FIVE | GRID))
+    assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in due], rel=1e-6)
+    assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm, _ in due], rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text"])
 def test_other_layouts_of_experts_do_too(family, layout, tmp_path):
     compare(family, LAYOUTS[layout], tmp_path)
 
@@ -93,10 +111,7 @@ def test_experts_that_ep_cannot_cut_are_named(tmp_path):
     refused("qwen3", "parallelism.ep: ep 2 was given, and the model has no experts: set it to 1")
     words = "ep: model.layers.0.mlp.experts: 2 ranks of ep cannot share its 3 experts: .*; ep is 2"
     refused("mixtral", words, num_local_experts=3)
-    for kind, words in (
-        ("llama4_text", "a Llama4TextExperts is called with hidden_states: its experts cannot"),
-        ("longcat_flash", "gate_up_proj of a LongcatFlashExperts is no stack of all its experts"),
-    ):
-        spec = TransformersConfig(config_json=json.dumps({"model_type": kind})).decoder
-        with pytest.raises(ValueError, match=words):
-            layers_on_meta(spec, ep=2)
+    spec = TransformersConfig(config_json=json.dumps({"model_type": "longcat_flash"})).decoder
+    words = "gate_up_proj of a LongcatFlashExperts is no stack of all its experts"
+    with pytest.raises(ValueError, match=words):
+        layers_on_meta(spec, ep=2)

@@ -2,7 +2,7 @@
 
 transformers calls a function that is registered under a name (``ALL_ATTENTION_FUNCTIONS``). Ours
 reads the micro-batch's context, which a call's arguments do not have. Its masks are one number: the
-window of a layer.
+window or the chunks of a layer.
 
 Shapes: B rows, n tokens of a row on this rank, S tokens of a whole row, H query heads, G key and
 value heads, K features of a head; ``/t`` is divided by tp size.
@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kenotron_cp import Scoring
+from kenotron_dist import to_device
 from kenotron_models.attention_backends import attend
 from kenotron_models.attention_cp import attend_cut
-from kenotron_models.attention_mask import AttentionMask
+from kenotron_models.attention_mask import AttentionMask, starts_of
 from kenotron_models.attention_reference import attend_masked
 from kenotron_models.context import Context
 
@@ -111,11 +114,51 @@ def attend_rows(
         return attend_masked(query.transpose(1, 2), key, value, mask, scoring).contiguous(), None
     if others.get("is_causal") is False or mask is None or mask.numel() != 1 or mask.is_cuda:
         raise ValueError(f"{name} calls its attention with a mask that it made itself, {_ADVICE}")
-    window = int(mask)
-    sight = AttentionMask(rows.context, window or None, rows.documents)
-    how = attend if rows.context.cut is None else attend_cut
+    window, context = int(mask), rows.context
+    sight = AttentionMask(context, window or None, rows.documents)
+    if window < 0:
+        chunked = partial(_in_chunks, context, -window, rows.documents)
+        sight = AttentionMask(context.once(("chunks", window), chunked), None, True)
+    how = attend if context.cut is None else attend_cut
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if vars(module).get("attn_temperature_tuning") and not module.use_rope:
+        q = _tempered(module, q, context)
     return how(q, k, v, sight, scoring).contiguous(), None
+
+
+def _in_chunks(context: Context, size: int, documents: bool) -> Context:
+    """Return a context whose documents are the chunks of rows, or of each document: Llama-4's."""
+
+    def begin_again(positions_BS: Tensor) -> Tensor:
+        places = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+        own = places - starts_of(positions_BS) if documents else places.expand_as(positions_BS)
+        return own % size
+
+    if (cut := context.cut) is not None:
+        whole = begin_again(cut.whole_positions_BS)
+        return Context(context.positions_BS, cut=replace(cut, whole_positions_BS=whole))
+    host = context.host_positions_BS
+    on_host = None if host is None else begin_again(host)
+    return Context(begin_again(context.positions_BS), host_positions_BS=on_host)
+
+
+def _tempered(module: Any, q_BnHK: Tensor, context: Context) -> Tensor:
+    """Return queries with the temperature of their places in whole rows.
+
+    Llama-4's attention without rotary embedding (2501.19399) takes the tokens of this rank for the
+    first of a row.
+    """
+    if context.cut is None:
+        return q_BnHK
+    places = (
+        to_device(context.cut.places_S, q_BnHK.device),
+        torch.arange(q_BnHK.shape[1], device=q_BnHK.device),
+    )
+    due, done = (
+        torch.log1p(torch.floor((each.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1
+        for each in places
+    )
+    return (q_BnHK * (due / done)[:, None, None]).to(q_BnHK.dtype)
 
 
 _ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
@@ -124,7 +167,8 @@ _ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to 
 def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) -> Tensor:
     """Return the window of a mask of transformers, 0 for none: int64 (1, 1, 1, 1) on the CPU.
 
-    In a pass with a cache: which slots each token sees, bool (B, 1, n, L).
+    Of chunks it is their size, negative. In a pass with a cache: which slots each token sees, bool
+    (B, 1, n, L).
 
     Args:
         mask_function: the tokens that are seen.
@@ -132,7 +176,7 @@ def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) 
         sizes: of queries and keys, and padding; a pass with a cache reads them.
 
     Raises:
-        ValueError: a token sees something else than the last so many tokens.
+        ValueError: a token sees something else than the last so many tokens, or those of its chunk.
     """
     rows = _rows.get()
     assert rows is not None
@@ -146,12 +190,17 @@ def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) 
         seen = torch.ones(4, length, dtype=torch.bool)  # unlike all masks
         if not use_vmap:
             seen = mask_function(zero, zero, queries, keys).expand(4, length)
-        window = int(seen[-1].sum())
-        if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
-            raise ValueError(
-                f"attn_implementation: {OWN_ATTENTION} was given, but a mask of this model is not "
-                f"causal with a window, in rows of {length} tokens: set it to null"
-            )
+        window, past = int(seen[-1].sum()), keys <= queries
+        if not torch.equal(seen, past & (keys > queries - window)):
+            first = mask_function(zero, zero, keys, zero) if not use_vmap else keys < 0
+            size = max(int(first.sum()), 1)  # tokens that see the first one
+            if not torch.equal(seen, past & (keys // size == queries // size)):
+                raise ValueError(
+                    f"attn_implementation: {OWN_ATTENTION} was given, but a mask of this model is "
+                    f"not causal with a window or chunks, in rows of {length} tokens: set it to "
+                    "null"
+                )
+            window = -size
         return torch.full((1, 1, 1, 1), 0 if window == length else window)
 
 

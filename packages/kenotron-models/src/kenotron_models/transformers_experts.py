@@ -1,7 +1,7 @@
 """Experts of transformers cut over ep: their own code computes a rank's experts.
 
-They are found by structure: a module that is called with tokens, chosen experts and weights, and
-whose parameters are stacks of all experts.
+They are found by structure: a module that is called with tokens, chosen experts and weights, or
+with all tokens for each expert (Llama-4), and whose parameters are stacks of all experts.
 
 Shapes: T tokens, n of this rank of tp, D features, E experts, e of this rank, K experts of a token,
 R rows of this rank's experts.
@@ -28,6 +28,8 @@ ARGUMENTS = (
     ("hidden_states", "router_indices", "routing_weights"),
 )
 """Arguments of experts of transformers: (T, D), (T, K) and (T, K)."""
+SCALED = ("hidden_states",)
+"""The argument of experts that get a row of each token for every expert, times its weight."""
 FUSED = {"packed_colwise": 1, "packed_rowwise": 2}
 """Styles of stacks of two matrices that are joined, and the dimension that they are joined in."""
 
@@ -61,6 +63,41 @@ class ExchangedExperts(nn.Module):
         return y
 
 
+class ScaledExperts(ExchangedExperts):
+    """The same for experts that are called with rows (E * T, D), grouped by expert.
+
+    A row is the token times its weight of the expert: zero where it has not chosen this one, and so
+    is the result, because there is no bias. Such rows are not sent.
+    """
+
+    top_k: int
+    """K."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the experts' results (E * T, D)."""
+        # Rows that are not zero, K of each token, are sent as tokens with one expert each.
+        x_ETD = x.unflatten(0, (self.whole_experts, -1))
+        chosen_ET = x_ETD.ne(0).any(-1).to(torch.float32)
+        chosen_KT, expert_KT = chosen_ET.topk(self.top_k, dim=0)
+        places = expert_KT, torch.arange(x_ETD.shape[1], device=x.device)
+        rows = x_ETD[places].flatten(0, 1)  # (K * T, D)
+        experts = expert_KT.where(chosen_KT > 0, -1).flatten()[:, None]
+        y = super().forward(rows, experts, torch.ones_like(experts, dtype=x.dtype))
+        whole = y.new_zeros(*chosen_ET.shape, y.shape[-1])
+        return whole.index_put(places, y.unflatten(0, expert_KT.shape)).flatten(0, 1)
+
+    def _own_experts(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
+        """Return the results of rows that are grouped by this rank's experts: (R, D)."""
+        # Their code takes equally many rows of each expert: zeros follow those that came.
+        rows, own = len(rows_RD), len(counts)
+        most = -(-rows // own) if counts.is_meta else max(int(counts.max()), 1)  # with padding
+        expert, first = expert_of_rows(rows_RD, counts), counts.cumsum(0) - counts
+        place = torch.arange(rows, device=expert.device) + expert * most - first[expert]
+        padded = rows_RD.new_zeros(own * most, rows_RD.shape[-1])
+        y: Tensor = super(ExchangedExperts, self).forward(padded.index_put((place,), rows_RD))
+        return y[place]
+
+
 def exchange_experts(model: nn.Module, plan: dict[str, str], build: Build) -> dict[str, str]:
     """Cut all experts of a model over ``build.ep`` in place; return the rest of its tp plan.
 
@@ -81,10 +118,14 @@ def exchange_experts(model: nn.Module, plan: dict[str, str], build: Build) -> di
     rest = dict(plan)
     for path in paths:
         module = model.get_submodule(path)
-        if problem := _problem(module, build.ep.size):
+        choices = getattr(model.get_submodule(path.rpartition(".")[0]), "top_k", None)
+        if problem := _problem(module, build.ep.size, choices):
             raise ValueError(f"{path}: {problem}")
         inside = {name: s for name, s in plan.items() if _fits(name, path)}
         _cut(module, {name.rpartition(".")[2]: s for name, s in inside.items()}, build)
+        if isinstance(module, ScaledExperts):
+            assert isinstance(choices, int)
+            module.top_k = choices
         rest = {name: style for name, style in rest.items() if name not in inside}
     return rest
 
@@ -115,10 +156,12 @@ def _fits(pattern: str, path: str) -> bool:
     return len(words) >= len(parts) and all(map(fnmatchcase, parts, words))
 
 
-def _problem(module: nn.Module, ranks: int) -> str | None:
-    kind = type(module).__name__
-    found = tuple(inspect.signature(module.forward).parameters)
-    if found not in ARGUMENTS:
+def _problem(module: nn.Module, ranks: int, choices: object) -> str | None:
+    """Return why experts cannot be cut; ``choices``: K, where it is known."""
+    kind, found = type(module).__name__, _arguments(module)
+    without_bias = all(p.ndim == 3 for p in module.parameters())
+    scaled = found == SCALED and isinstance(choices, int) and without_bias
+    if found not in ARGUMENTS and not scaled:
         return f"a {kind} is called with {', '.join(found)}: its experts cannot be cut over ep"
     count = vars(module).get("num_experts", 0)
     for name, parameter in module.named_parameters():
@@ -127,6 +170,10 @@ def _problem(module: nn.Module, ranks: int) -> str | None:
     if count % ranks:
         return f"{ranks} ranks of ep cannot share its {count} experts: choose an ep that divides"
     return None
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
 
 
 def _cut(module: nn.Module, styles: dict[str, str], build: Build) -> None:
@@ -138,7 +185,8 @@ def _cut(module: nn.Module, styles: dict[str, str], build: Build) -> None:
         placements[name] = (Shard(ep.name, 0), *_joined(whole, styles.get(name)))
     count = module.num_experts
     assert isinstance(count, int)
-    module.__class__ = type(f"Exchanged{own.__name__}", (ExchangedExperts, own), {})
+    front = ScaledExperts if _arguments(module) == SCALED else ExchangedExperts
+    module.__class__ = type(f"Exchanged{own.__name__}", (front, own), {})
     values = {"build": build, "placements": placements, "whole_experts": count}
     for name, value in (values | {"num_experts": count // ep.size}).items():
         setattr(module, name, value)
