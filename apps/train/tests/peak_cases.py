@@ -94,8 +94,9 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-def config_of(name: str) -> Config:
-    """Return the config of a case."""
-    values = COMMON | {"model.model_config": LLAMA} | CASES[name]
+def config_of(case: str | dict[str, object]) -> Config:
+    """Return the config of a case, by its name or its changes of ``COMMON``."""
+    changes = CASES[case] if isinstance(case, str) else case
+    values = COMMON | {"model.model_config": LLAMA} | changes
     flags = [f"{k}={json.dumps(v) if isinstance(v, dict) else v}" for k, v in values.items()]
     return load_config(DEFAULT_CONFIG, flags)

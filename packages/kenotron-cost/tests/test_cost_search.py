@@ -70,7 +70,10 @@ def test_offloaded_state_takes_no_memory_of_a_device_and_more_time():
         moved = replace(plan, optimizer=replace(plan.optimizer, offload=True))
         here, there = (planner.estimate(layout, p, recomputed(p)) for p in (plan, moved))
         assert "optimizer" not in there.memory.bytes_of
-        assert there.memory.total < here.memory.total and there.time.seconds > here.time.seconds
+        mine, moved = (
+            each.memory.total - each.memory.bytes_of["allocator rounding"] for each in (here, there)
+        )
+        assert moved < mine and there.time.seconds > here.time.seconds
 
 
 def test_an_uneven_load_is_that_of_as_many_more_choices():
@@ -149,7 +152,7 @@ AGAIN = recomputed(PLAN)
         (lambda: peak_memory(PLAN, MeasuredModel(PLAN), AGAIN[:1]), "give each of the 2 blocks"),
         (lambda: peak_memory(PLAN, MeasuredModel(PLAN), ["x"] * 2), "give each of the 2 blocks"),
         (lambda: peak_memory(PLAN, MeasuredModel(cost_plan(configured(EXPERTS))), AGAIN), "of an"),
-        (lambda: instants(PLAN, MeasuredModel(PLAN), AGAIN, 7, 0), "rank: 7 was given; paralleli"),
+        (lambda: instants(PLAN, MeasuredModel(PLAN), AGAIN, 7), "rank: 7 was given; paralleli"),
         (lambda: state_of_rank(PLAN, "gpu"), "place: 'gpu' was given; give one of all, host, dev"),
         (lambda: with_layout(tiny(), PlannedLayout(1, 1, 1, 1, micro_batch=0)), "micro_batch: 0"),
         (lambda: with_layout(tiny(), PlannedLayout(1, 1, 1, 1, recompute="x")), "recompute: 'x'"),
@@ -170,5 +173,5 @@ def test_what_a_backward_has_in_use_is_counted_block_by_block():
         way = measured.kinds[block], again[block]
         behind += measured.kept(plan, *way)
         most[block] = measured.working(plan, *way)[0] - behind
-    found = instants(plan, measured, again, 0, 0)[1]["backward of a layer"]
+    found = instants(plan, measured, again, 0)[1]["backward of a layer"]
     assert found == max(most.values()) == most[0] > most[3]

@@ -24,6 +24,7 @@ from kenotron_models.block_costs import (
     Working,
     block_kernels,
     kept_bytes,
+    kept_sizes,
     norm_bytes,
     sent_bytes,
     sequence_bytes,
@@ -60,6 +61,13 @@ class MeasuredModel(StageTensors):
             return self.uneven(plan, kind, lambda each: kept_bytes(each, *given))
 
         return self.once(key, measure) * (plan.micro_batch_size // rows)
+
+    def kept_storages(self, plan: CostPlan, kind: int, again: Recompute) -> Counter[int]:
+        """Return how many storages of how many bytes ``kept`` are with an even load."""
+        rows = self._rows(plan)
+        times = plan.micro_batch_size // rows
+        given = self._batch(plan, kind, again, rows)
+        return Counter(size * times for size in kept_sizes(self.of_kind[kind][0], *given))
 
     def working(self, plan: CostPlan, kind: int, again: Recompute) -> Working:
         """Return the bytes in use in a block, what it keeps included."""

@@ -70,7 +70,7 @@ class Planner:
         self.measured = MeasuredModel(plan, imbalance=imbalance)
         self.timed = TimedModel(self.measured, machine)
         self.room = room
-        self.reserved = machine["reserved"]
+        self.machine = machine
         self.blocks = len(self.measured.kinds)
         foreign = isinstance(plan.spec, TransformersSpec)
         self.recomputes: tuple[Recompute, ...] = ("none", "full") if foreign else RECOMPUTES
@@ -105,7 +105,7 @@ class Planner:
 
     def memory(self, plan: CostPlan, again: Sequence[Recompute]) -> PeakMemory:
         """Return the largest instant of the fullest rank."""
-        return peak_memory(plan, self.measured, again, self.reserved)
+        return peak_memory(plan, self.measured, again, self.machine)
 
     def search(
         self, legal: Iterable[tuple[PlannedLayout, CostPlan]], objective: Objective = "time"
