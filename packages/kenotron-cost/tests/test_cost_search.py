@@ -27,6 +27,17 @@ from kenotron_cost.search import Planner
 from kenotron_cost.state_bytes import state_of_rank
 from kenotron_models.block_costs import kept_bytes
 
+HYBRID = {
+    "is_nemotron_h_config": True, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32, "layers": "M-M*-",
+}  # fmt: skip
+DEEP = LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": False}
+ADAPTED = "model.adapter={rank: 4, alpha: 8, targets: [q_proj, down_proj]}"
+OF_MODEL = {
+    "dense": configured(DEEP), "experts": configured(EXPERTS), "hybrid": configured(HYBRID),
+    "LoRA": configured(DEEP, ADAPTED), "offload": configured(DEEP),
+}  # fmt: skip
 EVERY = tuple(SEARCH_KEYS)
 TWO = "parallelism.dp=2", "parallelism.expert_parallel_size=2"
 
@@ -74,6 +85,29 @@ def test_offloaded_state_takes_no_memory_of_a_device_and_more_time():
             each.memory.total - each.memory.bytes_of["allocator rounding"] for each in (here, there)
         )
         assert moved < mine and there.time.seconds > here.time.seconds
+
+
+@pytest.mark.parametrize("model", ["dense", "experts", "hybrid", "LoRA", "offload"])
+def test_a_bound_of_memory_is_below_it_and_changes_no_result(model):
+    config = OF_MODEL[model]
+    planner = Planner(cost_plan(config), H100, 80e9)
+    search = ("offload",) if model == "offload" else ()
+    found = [*legal_layouts(config, 4, Refused(), search, 2)]
+    bounds, tried = planner._by_memory(found)
+    totals = [planner.memory(plan, again).total for _, _, plan, again in bounds]
+    best = {}
+    for total, (bound, layout, _, _) in zip(totals, bounds, strict=True):
+        assert bound <= total, layout
+        best[layout.grid] = min(total, best.get(layout.grid, total))
+    want, memory, asked = sorted(best.values())[:10], planner.memory, []
+    planner.memory = lambda *of: asked.append(of) or memory(*of)
+    result = planner.search(found, "memory")
+    assert [each.memory.total for each in result.best] == want and len(want) == 10
+    assert result.tried == tried == len(totals)
+    assert len(asked) < len(totals)  # the others are known by their bound
+    planner.room = want[0] - 1  # nothing fits: the ones that lack least
+    lacking = [each.memory.total for each in planner.search(found, "memory").best]
+    assert lacking == sorted(totals)[:10]
 
 
 def test_an_uneven_load_is_that_of_as_many_more_choices():

@@ -9,11 +9,12 @@ from itertools import groupby
 from typing import get_args
 
 from kenotron_cost.cost_plan import CostPlan, sizes_of
+from kenotron_cost.logits import logits_bytes
 from kenotron_cost.machine_file import Machine
 from kenotron_cost.measured import MeasuredModel
 from kenotron_cost.overheads import overheads, rounded_up
 from kenotron_cost.stage_tensors import PlannedStage
-from kenotron_cost.state_bytes import OFFLOADED
+from kenotron_cost.state_bytes import OFFLOADED, offloaded
 from kenotron_models import Recompute
 from kenotron_models.block_costs import Working
 from kenotron_optim import AdamWConfig
@@ -79,6 +80,37 @@ def peak_memory(
         )
     )
     return max(found, key=lambda peak: peak.total)
+
+
+def least_memory(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], machine: Machine
+) -> int:
+    """Return bytes that the largest instant is not below, without a block being measured.
+
+    Of what blocks keep, it counts the input of each, which the backward reads; where weights are
+    frozen, only that of a block that is computed again. The arguments are those of ``peak_memory``.
+    """
+    schedule, pp = plan.parallelism.schedule, plan.parallelism.pp
+    live = measured.live(schedule, pp, plan.microbatches)
+    width = 4 if plan.spec.residual_in_fp32 else plan.dtype.itemsize
+    tokens = plan.micro_batch_size * plan.row_tokens
+    if plan.parallelism.mode.sequence_parallel:
+        tokens //= plan.parallelism.tp
+    most = 0
+    for rank in measured.differing(plan, again):
+        stage, states = measured.stages(plan)[rank], measured.states(plan, rank)
+        reads = sum(plan.adapter is None or again[block] == "full" for block in stage.blocks)
+        kept = int(live[rank] / max(1, schedule.chunks) * reads * tokens)
+        held = sum(states.values()) - (
+            offloaded(plan.optimizer, states) if plan.on_accelerator else 0
+        )
+        ends = logits_bytes(plan) if {"head", "model"} & {*stage.names} else 0
+        gathered = sum(_gathered(plan, measured, rank).values())
+        inputs = kept * plan.spec.hidden_size * width
+        always = sum(overheads(plan, measured, tuple(again), rank, machine).values())
+        found = always + held + measured.buckets(plan, rank) + gathered + inputs + ends
+        most = max(most, found)
+    return most
 
 
 def instants(
