@@ -161,8 +161,9 @@ def test_a_search_measures_a_block_once_for_each_way_of_cutting_it(monkeypatch):
     cuts, ways = len(tps) + len({(tp, ep) for tp, _, ep in cut}), len(RECOMPUTES)
     assert len({*calls["kernels"]}) == ways * cuts  # only experts are cut over ep
     blocks = len(tokens) + len(cut)
-    assert len({*calls["kept"]}) == len(calls["kept"]) == ways * blocks
-    assert len({*calls["working"]}) == 2 * ways * blocks  # of one row and of two
+    # What a bound drops is not measured. A backward is one of one row, of two, and over cp.
+    assert 0 < len({*calls["kept"]}) == len(calls["kept"]) <= ways * blocks
+    assert 0 < len({*calls["working"]}) <= 3 * ways * blocks
     assert len({*calls["actions"]}) == len(calls["actions"]) < len(found)
     before = {name: len(each) for name, each in calls.items()}
     planner.search(found)

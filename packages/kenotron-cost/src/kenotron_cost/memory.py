@@ -23,8 +23,8 @@ FORWARD = "end of a forward, with the most micro-batches alive"
 BACKWARD = "backward of a layer, with the most micro-batches alive"
 UPDATE = "optimizer step"
 NOT_COUNTED = (
-    "gaps between the allocator's blocks, NCCL's buffers to further peers of an all-to-all, what "
-    "attention receives over cp, validation and saves"
+    "gaps between the allocator's blocks, NCCL's buffers to further peers of an all-to-all, "
+    "validation and saves"
 )
 """Memory that no number here has."""
 

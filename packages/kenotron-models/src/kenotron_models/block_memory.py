@@ -46,7 +46,7 @@ def kept_sizes(
     block: BlockSpec | TransformersBlock, width: int, batch: MetaMicroBatch
 ) -> tuple[int, ...]:
     """Return the bytes of each storage that ``kept_bytes`` adds up."""
-    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep})
+    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep, "cp": batch.cp})
     layer, x, context = block_on_meta(block, width, batch, axes)
     with OneKernel(batch.fused_norms):
         return sizes_alive(layer, x, context)
