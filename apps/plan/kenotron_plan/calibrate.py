@@ -16,7 +16,16 @@ import torch
 from kenotron_ckpt import replace_text
 from kenotron_command import BAD_INPUT, OK, count, framed
 from kenotron_cost import Machine, MachineNumber, known_machines, machine_named, probes
-from kenotron_dist import Mesh, MeshConfig, RankError, gather_objects, resolve, start, visible_gpus
+from kenotron_dist import (
+    Mesh,
+    MeshConfig,
+    RankError,
+    counted_mesh,
+    gather_objects,
+    resolve,
+    start,
+    visible_gpus,
+)
 from kenotron_plan.program import fail, program, say
 
 SECONDS, PARTS = 60.0, 6
@@ -70,6 +79,10 @@ def _measure(
     if mesh.rank == 0:
         machine = base or machine_named(_kind(mesh.device))
         measured = {key: mean(rank[key] for rank in ranks) for key in ranks[0]}
+        # Communicators of the measurement are no context: a plan counts those of a layout.
+        groups = len(counted_mesh(mesh.config, mesh.rank)[1])
+        buffers = groups * machine["channels"] * machine["channel_buffer"]
+        measured["context"] = max(0.0, measured["context"] - buffers)
         new = replace(_machine(machine, measured, mesh, name), sharing=sharing)
         replace_text(target, json.dumps(asdict(new), indent=2) + "\n")
         for sizes, rates in shapes.items():
@@ -89,13 +102,13 @@ def _measured(
     shapes = probes.products(mesh, dtype, width, sequence, seconds)
     peak = max(max(rates) for rates in shapes.values())
     attention = probes.attention_rate(mesh, dtype, sequence, seconds)
-    memory, reserved = probes.own_memory(mesh)
+    memory, context = probes.own_memory(mesh)
     found = {
         "peak_flops": peak,
         "product_efficiency": len(shapes) / sum(peak / both for _, both in shapes.values()),
         "attention_efficiency": attention / peak,
         "memory": memory,
-        "reserved": reserved,
+        "context": context,
         "memory_bandwidth": probes.memory_bandwidth(mesh, dtype, 4 * width * width, seconds),
         "kernel_seconds": probes.kernel_seconds(mesh, dtype, seconds),
     }

@@ -21,7 +21,7 @@ def memory_curve(planner: Planner, estimate: Estimate, rank: int) -> Points:
     A forward adds what it keeps evenly; a backward has its own on top from its start to its end.
     """
     plan, again = estimate.plan, estimate.again
-    forward, backward, idle = instants(plan, planner.measured, again, rank, planner.reserved)
+    forward, backward, idle = instants(plan, planner.measured, again, rank, planner.machine)
     schedule, pp = plan.parallelism.schedule, plan.parallelism.pp
     live = planner.measured.live(schedule, pp, plan.microbatches)[rank]
     one = forward.get("activations", 0) / max(1, live)

@@ -42,6 +42,16 @@ COMMON: dict[str, object] = {
     "optimizer.zero_stage": 1, "optimizer.learning_rate_scheduler.lr_warmup_steps": 1,
     "optimizer.optimizer_factory.torch_adam_is_fused": "true",
 }  # fmt: skip
+WIDE = LLAMA | {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048,
+}  # fmt: skip
+FEW_KEYS = {"num_key_value_heads": 2}
+LONG: dict[str, object] = {
+    "parallelism.cp": 2, "parallelism.recompute": "full", "model.model_config": WIDE,
+    "tokens.sequence_length": 1024, "tokens.micro_batch_size": 1,
+    "tokens.batch_accumulation_per_replica": 2,
+}  # fmt: skip
 CASES: dict[str, dict[str, object]] = {
     "dense": {},
     "dense, bf16": {"model.dtype": "bfloat16"},
@@ -69,6 +79,10 @@ CASES: dict[str, dict[str, object]] = {
     "dp 2, ZeRO 3": {"parallelism.dp": 2, "optimizer.zero_stage": 3},
     "tp 2": {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"},
     "cp 2": {"parallelism.cp": 2},
+    "cp 2, ring of long rows": LONG | {"parallelism.cp_attention": "ring"},
+    "cp 2, gather of long rows": LONG
+    | {"parallelism.cp_attention": "gather", "model.model_config": WIDE | FEW_KEYS},
+    "cp 2, ulysses of long rows": LONG | {"parallelism.cp_attention": "ulysses"},
     "pp 2": {"parallelism.pp": 2},
     "reproducible": {
         "general.reproducible": "true",
@@ -99,8 +113,9 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-def config_of(name: str) -> Config:
-    """Return the config of a case."""
-    values = COMMON | {"model.model_config": LLAMA} | CASES[name]
+def config_of(case: str | dict[str, object]) -> Config:
+    """Return the config of a case, by its name or its changes of ``COMMON``."""
+    changes = CASES[case] if isinstance(case, str) else case
+    values = COMMON | {"model.model_config": LLAMA} | changes
     flags = [f"{k}={json.dumps(v) if isinstance(v, dict) else v}" for k, v in values.items()]
     return load_config(DEFAULT_CONFIG, flags)

@@ -223,13 +223,18 @@ def test_a_machine_file_that_lacks_a_number_or_a_source_is_refused(tmp_path):
     del values["numbers"]["latency"]
     del values["numbers"]["watts"]["source"]
     values["numbers"]["memory"]["value"] = -1
+    values["numbers"]["reserved"] = {"value": 1, "source": "none"}
     values["numbers"]["speed"] = {"value": 1, "source": "none"}
+    values["numbers"]["context"]["value"], values["numbers"]["channels"]["value"] = 0, -1
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(values))
     with pytest.raises(ValueError, match="numbers") as error:
         machine_named(str(file))
     lines = str(error.value).splitlines()
-    assert all(line.startswith(f"{file}: numbers.") for line in lines) and len(lines) == 4
+    assert all(line.startswith(f"{file}: numbers.") for line in lines) and len(lines) == 6
+    replaced = "give context, channels, channel_buffer, graph_node in its place, as the files of"
+    assert f"numbers.reserved: there is no such number any more; {replaced}" in str(error.value)
+    assert "numbers.channels: value is -1; give a number from 0" in str(error.value)
     assert f"{file}: numbers.latency: it is missing; add {{value, source}}" in str(error.value)
     values = json.loads((FOLDER / "h100.json").read_text()) | {"sharing": 0.5}
     file.write_text(json.dumps(values))

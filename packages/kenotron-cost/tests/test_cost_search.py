@@ -27,6 +27,17 @@ from kenotron_cost.search import Planner
 from kenotron_cost.state_bytes import state_of_rank
 from kenotron_models.block_costs import kept_bytes
 
+HYBRID = {
+    "is_nemotron_h_config": True, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32, "layers": "M-M*-",
+}  # fmt: skip
+DEEP = LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": False}
+ADAPTED = "model.adapter={rank: 4, alpha: 8, targets: [q_proj, down_proj]}"
+OF_MODEL = {
+    "dense": configured(DEEP), "experts": configured(EXPERTS), "hybrid": configured(HYBRID),
+    "LoRA": configured(DEEP, ADAPTED), "offload": configured(DEEP),
+}  # fmt: skip
 EVERY = tuple(SEARCH_KEYS)
 TWO = "parallelism.dp=2", "parallelism.expert_parallel_size=2"
 
@@ -70,7 +81,33 @@ def test_offloaded_state_takes_no_memory_of_a_device_and_more_time():
         moved = replace(plan, optimizer=replace(plan.optimizer, offload=True))
         here, there = (planner.estimate(layout, p, recomputed(p)) for p in (plan, moved))
         assert "optimizer" not in there.memory.bytes_of
-        assert there.memory.total < here.memory.total and there.time.seconds > here.time.seconds
+        mine, moved = (
+            each.memory.total - each.memory.bytes_of["allocator rounding"] for each in (here, there)
+        )
+        assert moved < mine and there.time.seconds > here.time.seconds
+
+
+@pytest.mark.parametrize("model", ["dense", "experts", "hybrid", "LoRA", "offload"])
+def test_a_bound_of_memory_is_below_it_and_changes_no_result(model):
+    config = OF_MODEL[model]
+    planner = Planner(cost_plan(config), H100, 80e9)
+    search = ("offload",) if model == "offload" else ()
+    found = [*legal_layouts(config, 4, Refused(), search, 2)]
+    bounds, tried = planner._by_memory(found)
+    totals = [planner.memory(plan, again).total for _, _, plan, again in bounds]
+    best = {}
+    for total, (bound, layout, _, _) in zip(totals, bounds, strict=True):
+        assert bound <= total, layout
+        best[layout.grid] = min(total, best.get(layout.grid, total))
+    want, memory, asked = sorted(best.values())[:10], planner.memory, []
+    planner.memory = lambda *of: asked.append(of) or memory(*of)
+    result = planner.search(found, "memory")
+    assert [each.memory.total for each in result.best] == want and len(want) == 10
+    assert result.tried == tried == len(totals)
+    assert len(asked) < len(totals)  # the others are known by their bound
+    planner.room = want[0] - 1  # nothing fits: the ones that lack least
+    lacking = [each.memory.total for each in planner.search(found, "memory").best]
+    assert lacking == sorted(totals)[:10]
 
 
 def test_an_uneven_load_is_that_of_as_many_more_choices():
@@ -124,8 +161,9 @@ def test_a_search_measures_a_block_once_for_each_way_of_cutting_it(monkeypatch):
     cuts, ways = len(tps) + len({(tp, ep) for tp, _, ep in cut}), len(RECOMPUTES)
     assert len({*calls["kernels"]}) == ways * cuts  # only experts are cut over ep
     blocks = len(tokens) + len(cut)
-    assert len({*calls["kept"]}) == len(calls["kept"]) == ways * blocks
-    assert len({*calls["working"]}) == 2 * ways * blocks  # of one row and of two
+    # What a bound drops is not measured. A backward is one of one row, of two, and over cp.
+    assert 0 < len({*calls["kept"]}) == len(calls["kept"]) <= ways * blocks
+    assert 0 < len({*calls["working"]}) <= 3 * ways * blocks
     assert len({*calls["actions"]}) == len(calls["actions"]) < len(found)
     before = {name: len(each) for name, each in calls.items()}
     planner.search(found)
@@ -149,7 +187,7 @@ AGAIN = recomputed(PLAN)
         (lambda: peak_memory(PLAN, MeasuredModel(PLAN), AGAIN[:1]), "give each of the 2 blocks"),
         (lambda: peak_memory(PLAN, MeasuredModel(PLAN), ["x"] * 2), "give each of the 2 blocks"),
         (lambda: peak_memory(PLAN, MeasuredModel(cost_plan(configured(EXPERTS))), AGAIN), "of an"),
-        (lambda: instants(PLAN, MeasuredModel(PLAN), AGAIN, 7, 0), "rank: 7 was given; paralleli"),
+        (lambda: instants(PLAN, MeasuredModel(PLAN), AGAIN, 7), "rank: 7 was given; paralleli"),
         (lambda: state_of_rank(PLAN, "gpu"), "place: 'gpu' was given; give one of all, host, dev"),
         (lambda: with_layout(tiny(), PlannedLayout(1, 1, 1, 1, micro_batch=0)), "micro_batch: 0"),
         (lambda: with_layout(tiny(), PlannedLayout(1, 1, 1, 1, recompute="x")), "recompute: 'x'"),
@@ -170,5 +208,5 @@ def test_what_a_backward_has_in_use_is_counted_block_by_block():
         way = measured.kinds[block], again[block]
         behind += measured.kept(plan, *way)
         most[block] = measured.working(plan, *way)[0] - behind
-    found = instants(plan, measured, again, 0, 0)[1]["backward of a layer"]
+    found = instants(plan, measured, again, 0)[1]["backward of a layer"]
     assert found == max(most.values()) == most[0] > most[3]

@@ -38,6 +38,8 @@ class CostPlan:
     bucket_mb: int | None = None
     """MiB of a bucket of gradients; None: the default."""
     adapter: AdapterSpec | None = None
+    cuda_graph: bool = False
+    """Whether a CUDA graph repeats forward and backward."""
     virtual_shards: int = 1
     """Parts of a layer over tp in the reproducible mode."""
     virtual_chunks: int | None = None
@@ -122,6 +124,7 @@ def cost_plan(config: Config) -> CostPlan:
         device=general.device,
         bucket_mb=model.ddp_bucket_cap_mb,
         adapter=config.adapter,
+        cuda_graph=model.cuda_graph,
         virtual_shards=_virtual_shards(config),
         virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
     )

@@ -16,7 +16,10 @@ NUMBERS = {
     "product_efficiency": "share of the peak that products with matrices reach",
     "attention_efficiency": "share of the peak that attention and scans reach",
     "memory": "bytes of a device's memory",
-    "reserved": "bytes of it that are never tensors: context, NCCL, graphs, allocator",
+    "context": "bytes of it that a process has in use before there is a tensor",
+    "channels": "channels of a communicator; 0 where none has buffers in this memory",
+    "channel_buffer": "bytes of a channel's buffers",
+    "graph_node": "bytes of a kernel in a CUDA graph",
     "memory_bandwidth": "bytes a second between a device and its memory",
     "node_bandwidth": "bytes a second that a device sends to others of its node",
     "network_bandwidth": "bytes a second that a device sends to other nodes",
@@ -26,6 +29,9 @@ NUMBERS = {
     "watts": "power of a device in use",
 }
 """Numbers that a machine file has, by key."""
+MAY_BE_ZERO = {"context", "channels", "channel_buffer", "graph_node"}
+OLD = {"reserved": ("context", "channels", "channel_buffer", "graph_node")}
+"""Numbers that files of earlier versions have, and those that took their place."""
 CALIBRATED, UNPROVED = "calibrated here", "not measured here"
 
 
@@ -120,10 +126,11 @@ def read_machine(file: Path) -> Machine:
                 if key not in values]  # fmt: skip
     given = values["numbers"]
     problems += [
-        f"{file}: numbers.{key}: there is no such number" for key in given.keys() - NUMBERS
+        f"{file}: numbers.{key}: there is no such number{_replaced(key)}"
+        for key in sorted(given.keys() - NUMBERS)
     ]
     for key, what in NUMBERS.items():
-        if problem := _problem(given.get(key)):
+        if problem := _problem(given.get(key), zero=key in MAY_BE_ZERO):
             problems.append(f"{file}: numbers.{key}: {problem}; it is the {what}")
     if not _is_number(sharing := values.get("sharing", 1.0)) or sharing < 1:
         problems.append(
@@ -137,15 +144,22 @@ def read_machine(file: Path) -> Machine:
     return Machine(name, date, devices, dtype, numbers, float(sharing))
 
 
-def _problem(number: Any) -> str:
-    """Return what is wrong with a number of a file; empty where nothing is."""
+def _replaced(key: str) -> str:
+    """Return what to give in the place of a number of earlier versions."""
+    if key not in OLD:
+        return ""
+    return f" any more; give {', '.join(OLD[key])} in its place, as the files of {FOLDER} do"
+
+
+def _problem(number: Any, *, zero: bool) -> str:
+    """Return what is wrong with a number of a file, which may be 0 or not; empty: nothing."""
     if number is None:
         return "it is missing; add {value, source}"
     if not isinstance(number, dict) or not number.keys() <= {"value", "source", "measured"}:
         return "it is no mapping of value, source and measured"
     value, source = number.get("value"), number.get("source")
-    if not _is_number(value):
-        return f"value is {value!r}; give a number above 0"
+    if not _is_number(value) and not (zero and value == 0 and value is not False):
+        return f"value is {value!r}; give a number {'from' if zero else 'above'} 0"
     return "" if source and isinstance(source, str) else "source is missing; say where it is from"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kenotron_cost.cost_plan import CostPlan
+from kenotron_cost.exchanged import exchanged
 from kenotron_cost.logits import logit_sizes, logits_bytes
 from kenotron_cost.stage_tensors import PlannedStage, StageTensors, T
 from kenotron_models import Recompute, TransformersSpec
@@ -24,6 +25,7 @@ from kenotron_models.block_costs import (
     Working,
     block_kernels,
     kept_bytes,
+    kept_sizes,
     norm_bytes,
     sent_bytes,
     sequence_bytes,
@@ -56,27 +58,39 @@ class MeasuredModel(StageTensors):
         key = "kept", kind, *self._cut_of(plan, kind), again, rows
 
         def measure() -> int:
-            given = self._batch(plan, kind, again, rows)
+            width, batch = self._batch(plan, kind, again, rows)
+            given = width, exchanged(plan, batch, keeps=True)
             return self.uneven(plan, kind, lambda each: kept_bytes(each, *given))
 
         return self.once(key, measure) * (plan.micro_batch_size // rows)
 
+    def kept_storages(self, plan: CostPlan, kind: int, again: Recompute) -> Counter[int]:
+        """Return how many storages of how many bytes ``kept`` are with an even load."""
+        times = plan.micro_batch_size // self._rows(plan)
+        width, batch = self._batch(plan, kind, again, self._rows(plan))
+        given = width, exchanged(plan, batch, keeps=True)
+        return Counter(size * times for size in kept_sizes(self.of_kind[kind][0], *given))
+
     def working(self, plan: CostPlan, kind: int, again: Recompute) -> Working:
         """Return the bytes in use in a block, what it keeps included."""
 
-        def measure(rows: int) -> Working:
-            given = self._batch(plan, kind, again, rows)
+        def measure(rows: int, *, cut: bool) -> Working:
+            width, batch = self._batch(plan, kind, again, rows)
+            given = width, exchanged(plan, batch) if cut else batch
 
             def figure(which: int) -> int:
                 return self.uneven(plan, kind, lambda each: working_bytes(each, *given)[which])
 
-            key = "working", kind, *self._cut_of(plan, kind), again, rows
+            key = "working", kind, *self._cut_of(plan, kind), again, rows, cut
             return self.once(key, lambda: Working(*map(figure, range(3))))
 
+        over = plan.parallelism.cp > 1
         if (rows := plan.micro_batch_size) == 1 or self.exact:
-            return measure(rows)
-        one, two = measure(1), measure(2)  # gradients of weights are as large for all rows
-        return Working(*(a + (rows - 1) * (b - a) for a, b in zip(one, two, strict=True)))
+            return measure(rows, cut=over)
+        # Gradients of weights are as large for all rows, what is exchanged over cp for each.
+        one, two = measure(1, cut=False), measure(2, cut=False)
+        more = zip(one, two, measure(1, cut=over), strict=True)
+        return Working(*(a + (rows - 1) * (b - a) + rows * (c - a) for a, b, c in more))
 
     def ends(self, plan: CostPlan) -> dict[str, int]:
         """Return the bytes that the last norm and the output layer have in use."""
@@ -275,15 +289,12 @@ class MeasuredModel(StageTensors):
 
     def _ep(self, plan: CostPlan, kind: int) -> int:
         """Return the ranks over which a block is cut as experts: 1 for one without experts."""
-        return plan.parallelism.ep if _has_experts(self.of_kind[kind][0]) else 1
+        block = self.of_kind[kind][0]
+        has = isinstance(block, TransformersBlock) or isinstance(block.feed_forward, ExpertsSpec)
+        return plan.parallelism.ep if has else 1
 
     def _cut_of(self, plan: CostPlan, kind: int | None) -> tuple[Any, ...]:
         """Return what the sizes of a block of a kind, or of any, depend on in a layout."""
         sizes = plan.parallelism
         ep = sizes.ep if kind is None else self._ep(plan, kind)
-        return sizes.tp, sizes.tp_mode, ep, plan.row_tokens, plan.dtype
-
-
-def _has_experts(block: AnyBlock) -> bool:
-    """Return False for a block that no rank of ep has another part of."""
-    return isinstance(block, TransformersBlock) or isinstance(block.feed_forward, ExpertsSpec)
+        return sizes.tp, sizes.tp_mode, ep, plan.row_tokens, plan.dtype, sizes.cp

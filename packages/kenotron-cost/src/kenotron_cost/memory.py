@@ -9,9 +9,12 @@ from itertools import groupby
 from typing import get_args
 
 from kenotron_cost.cost_plan import CostPlan, sizes_of
+from kenotron_cost.logits import logits_bytes
+from kenotron_cost.machine_file import Machine
 from kenotron_cost.measured import MeasuredModel
+from kenotron_cost.overheads import overheads, rounded_up
 from kenotron_cost.stage_tensors import PlannedStage
-from kenotron_cost.state_bytes import OFFLOADED
+from kenotron_cost.state_bytes import OFFLOADED, offloaded
 from kenotron_models import Recompute
 from kenotron_models.block_costs import Working
 from kenotron_optim import AdamWConfig
@@ -19,8 +22,11 @@ from kenotron_optim import AdamWConfig
 FORWARD = "end of a forward, with the most micro-batches alive"
 BACKWARD = "backward of a layer, with the most micro-batches alive"
 UPDATE = "optimizer step"
-NOT_COUNTED = "buffers of NCCL, what attention receives over cp, validation and saves"
-"""Memory that no number here has; part of it is in the constant ``reserved``."""
+NOT_COUNTED = (
+    "gaps between the allocator's blocks, NCCL's buffers to further peers of an all-to-all, "
+    "validation and saves"
+)
+"""Memory that no number here has."""
 
 INTEGERS = 3
 """Integers that a batch has of each token."""
@@ -47,7 +53,10 @@ class PeakMemory:
 
 
 def peak_memory(
-    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], reserved: float = 0.0
+    plan: CostPlan,
+    measured: MeasuredModel,
+    again: Sequence[Recompute],
+    machine: Machine | None = None,
 ) -> PeakMemory:
     """Return the largest instant of the fullest rank.
 
@@ -55,7 +64,7 @@ def peak_memory(
         plan: the layout.
         measured: of its model.
         again: what each block computes again.
-        reserved: bytes that are never tensors.
+        machine: whose constants of what is no tensor count; None: only tensors do.
 
     Raises:
         ValueError: ``measured`` is of another model, or ``again`` has no way for every block.
@@ -66,15 +75,50 @@ def peak_memory(
         for rank in measured.differing(plan, again)
         for name, held in zip(
             (FORWARD, BACKWARD, UPDATE),
-            instants(plan, measured, again, rank, reserved),
+            instants(plan, measured, again, rank, machine),
             strict=True,
         )
     )
     return max(found, key=lambda peak: peak.total)
 
 
+def least_memory(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], machine: Machine
+) -> int:
+    """Return bytes that the largest instant is not below, without a block being measured.
+
+    Of what blocks keep, it counts the input of each, which the backward reads; where weights are
+    frozen, only that of a block that is computed again. The arguments are those of ``peak_memory``.
+    """
+    schedule, pp = plan.parallelism.schedule, plan.parallelism.pp
+    live = measured.live(schedule, pp, plan.microbatches)
+    width = 4 if plan.spec.residual_in_fp32 else plan.dtype.itemsize
+    tokens = plan.micro_batch_size * plan.row_tokens
+    if plan.parallelism.mode.sequence_parallel:
+        tokens //= plan.parallelism.tp
+    most = 0
+    for rank in measured.differing(plan, again):
+        stage, states = measured.stages(plan)[rank], measured.states(plan, rank)
+        reads = sum(plan.adapter is None or again[block] == "full" for block in stage.blocks)
+        kept = int(live[rank] / max(1, schedule.chunks) * reads * tokens)
+        held = sum(states.values()) - (
+            offloaded(plan.optimizer, states) if plan.on_accelerator else 0
+        )
+        ends = logits_bytes(plan) if {"head", "model"} & {*stage.names} else 0
+        gathered = sum(_gathered(plan, measured, rank).values())
+        inputs = kept * plan.spec.hidden_size * width
+        always = sum(overheads(plan, measured, tuple(again), rank, machine).values())
+        found = always + held + measured.buckets(plan, rank) + gathered + inputs + ends
+        most = max(most, found)
+    return most
+
+
 def instants(
-    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int, reserved: float
+    plan: CostPlan,
+    measured: MeasuredModel,
+    again: Sequence[Recompute],
+    rank: int,
+    machine: Machine | None = None,
 ) -> list[dict[str, int]]:
     """Return the bytes of a rank of pp by what they are for: ``FORWARD``, ``BACKWARD``, ``UPDATE``.
 
@@ -83,7 +127,7 @@ def instants(
     _check(plan, measured, again)
     if rank not in range(plan.parallelism.pp):
         raise ValueError(f"rank: {rank} was given; parallelism.pp is {plan.parallelism.pp}")
-    held = measured.held(plan, rank, again) | {"reserved": int(reserved)}
+    held = measured.held(plan, rank, again)
     working = measured.of_stage("working", plan, rank, again, partial(_working, measured))
     batches = 1 if plan.on_accelerator else 1 + PREFETCHED
     tokens = plan.micro_batch_size * plan.sequence * INTEGERS * 8
@@ -104,8 +148,41 @@ def instants(
         update["update of a tensor"] = BETWEEN_KERNELS * 4 * measured.updated(plan, rank)
     exchanged = min(working.exchanged, working.most)
     layer = {"backward of a layer": working.most - exchanged, "exchange of experts": exchanged}
-    every = (kept | ends, kept | layer, update)
+    every = [kept | ends, kept | layer, update]
+    if machine is not None:
+        every = _with_overheads(every, plan, measured, tuple(again), rank, machine)
     return [{what: size for what, size in each.items() if size} for each in every]
+
+
+def _with_overheads(
+    every: list[dict[str, int]],
+    plan: CostPlan,
+    measured: MeasuredModel,
+    again: tuple[Recompute, ...],
+    rank: int,
+    machine: Machine,
+) -> list[dict[str, int]]:
+    """Return forward, backward and update with what is no tensor.
+
+    What a graph has in use is its own: the update has it, too.
+    """
+    forward, backward, update = every
+    if plan.cuda_graph:
+        size = max(map(_total, (forward, backward)))
+        own = _total(update) - update.get("update of a tensor", 0)
+        update = update | {"pool of the graph": size - own}
+    always = overheads(plan, measured, again, rank, machine)
+    states, kept = rounded_up(plan, measured, again, rank)
+    rounded = (states + kept, states + kept, states)
+    return [
+        each | always | {"allocator rounding": size}
+        for each, size in zip((forward, backward, update), rounded, strict=True)
+    ]
+
+
+def _total(sizes: dict[str, int]) -> int:
+    """Return the sum of bytes by what they are for."""
+    return sum(sizes.values())
 
 
 def _check(plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute]) -> None:

@@ -191,10 +191,11 @@ def _together(mesh: Mesh, seconds: float, work: Callable[[], object]) -> float:
 
 
 def own_memory(mesh: Mesh) -> tuple[float, float]:
-    """Return bytes of memory for a rank, and those that it has in use before a model is made."""
+    """Return bytes of memory for a rank, and those in use that are no tensors of this process."""
     if mesh.device.type != "cpu":
-        free, total = torch.get_device_module(mesh.device).mem_get_info(mesh.device)
-        return total, total - free
+        module = torch.get_device_module(mesh.device)
+        free, total = module.mem_get_info(mesh.device)
+        return total, total - free - module.memory_reserved(mesh.device)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -12,7 +12,7 @@ from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.layouts import RECOMPUTES, PlannedLayout
 from kenotron_cost.machine_file import Machine
 from kenotron_cost.measured import MeasuredModel
-from kenotron_cost.memory import PeakMemory, peak_memory
+from kenotron_cost.memory import PeakMemory, least_memory, peak_memory
 from kenotron_cost.step_time import StepTime, TimedModel
 from kenotron_models import Recompute, TransformersSpec
 
@@ -70,7 +70,7 @@ class Planner:
         self.measured = MeasuredModel(plan, imbalance=imbalance)
         self.timed = TimedModel(self.measured, machine)
         self.room = room
-        self.reserved = machine["reserved"]
+        self.machine = machine
         self.blocks = len(self.measured.kinds)
         foreign = isinstance(plan.spec, TransformersSpec)
         self.recomputes: tuple[Recompute, ...] = ("none", "full") if foreign else RECOMPUTES
@@ -105,7 +105,7 @@ class Planner:
 
     def memory(self, plan: CostPlan, again: Sequence[Recompute]) -> PeakMemory:
         """Return the largest instant of the fullest rank."""
-        return peak_memory(plan, self.measured, again, self.reserved)
+        return peak_memory(plan, self.measured, again, self.machine)
 
     def search(
         self, legal: Iterable[tuple[PlannedLayout, CostPlan]], objective: Objective = "time"
@@ -113,28 +113,29 @@ class Planner:
         """Return the best of some layouts, with every recomputation and ZeRO stage.
 
         Of those with equal axes and order of the pipeline the best one is kept. Layouts are looked
-        at in the order of seconds that they need at least, until none can be better than those that
-        were found. A price of equally many devices is in the same order.
+        at in the order of seconds, or bytes, that they need at least, until none can be better than
+        those that were found. A price of equally many devices is in the order of seconds.
 
         Raises:
             ValueError: there is no such objective.
         """
         check_objective(objective)
-        groups, tried = self._groups(legal)
+        in_bytes = objective == "memory"
+        groups, tried = self._by_memory(legal) if in_bytes else self._groups(legal)
         best, near = dict[tuple, Estimate](), list[tuple[float, int, tuple]]()
-        # Groups come in the order of their least time. One above the limit is passed over; if its
-        # grid has no layout among the best, the limit is that of the last of them, and no later one
-        # can help.
+        # Groups come in the order of their bounds. One above the limit is passed over; if its grid
+        # has no layout among the best, the limit is that of the last of them, and no later one can
+        # help.
         for number, (bound, layout, plan, again) in enumerate(groups):
-            if objective != "memory":
-                limit = _limit(best, layout, objective)[0]
-                if _cost(bound, layout, objective) > limit:
-                    if layout.grid not in best:
-                        break
-                    continue
-            for named, candidate in _stages_of_zero(layout, plan, again[0]):
+            limit = _limit(best, layout, objective)[0]
+            if _cost(bound, layout, objective) > limit:
+                if layout.grid not in best:
+                    break
+                continue
+            stages = [(layout, plan)] if in_bytes else _stages_of_zero(layout, plan, again[0])
+            for named, candidate in stages:
                 limits = _limit(best, layout, objective)
-                if objective != "memory":
+                if not in_bytes:
                     seconds = bound + self.timed.after(candidate, again)
                     if _cost(seconds, layout, objective) > limits[0]:
                         continue
@@ -143,7 +144,7 @@ class Planner:
                 memory = self.memory(candidate, again)
                 if memory.total > self.room:
                     near = sorted([*near, (memory.total, number, (named, candidate, again))])[:BEST]
-                elif objective != "memory" or memory.total <= limits[0]:
+                elif not in_bytes or memory.total <= limits[0]:
                     new = self.estimate(named, candidate, again, memory, exact=False)
                     if _key(new, objective) < limits:
                         best[layout.grid] = new
@@ -167,6 +168,19 @@ class Planner:
                 groups.append((self.timed.least(plan, every), layout, plan, every))
                 tried += len(_zero_stages(layout))
         return sorted(groups, key=lambda each: each[0]), tried
+
+    def _by_memory(
+        self, legal: Iterable[tuple[PlannedLayout, CostPlan]]
+    ) -> tuple[list[tuple[float, PlannedLayout, CostPlan, tuple[Recompute, ...]]], int]:
+        """Return layouts with every recomputation and stage of ZeRO, and the bytes that each needs
+        at least, in their order; and how many they are."""
+        found = [
+            (float(least_memory(cut, self.measured, every, self.machine)), named, cut, every)
+            for layout, plan in legal
+            for every in ((again,) * self.blocks for again in self.recomputes)
+            for named, cut in _stages_of_zero(layout, plan, every[0])
+        ]
+        return sorted(found, key=lambda each: each[0]), len(found)
 
 
 def check_objective(objective: str) -> None:

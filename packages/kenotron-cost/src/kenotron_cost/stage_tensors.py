@@ -72,7 +72,7 @@ class StageTensors:
 
     def stages(self, plan: CostPlan) -> list[PlannedStage]:
         """Return the layers of each rank of the pipeline."""
-        return self.once(("stages", *_cut_of_stages(plan)), lambda: self._stages(plan))
+        return self.once(("stages", *cut_of_stages(plan)), lambda: self._stages(plan))
 
     def layouts(self, plan: CostPlan) -> dict[str, TensorLayout]:
         """Return the layouts of the whole model's parameters."""
@@ -83,7 +83,7 @@ class StageTensors:
     def tensors(self, plan: CostPlan) -> list[Counter[Held]]:
         """Return the tensors of the first rank of each stage, and how often each occurs."""
         sizes = plan.parallelism
-        key = "tensors", sizes.tp, sizes.ep, *_cut_of_stages(plan)
+        key = "tensors", sizes.tp, sizes.ep, *cut_of_stages(plan)
         return self.once(key, lambda: self._tensors(plan))
 
     def differing(self, plan: CostPlan, again: Sequence[Recompute]) -> list[int]:
@@ -116,7 +116,7 @@ class StageTensors:
 
     def buckets(self, plan: CostPlan, rank: int) -> int:
         """Return the bytes of the buckets of gradients that a rank of pp fills or sends."""
-        key = "buckets", self.stages(plan)[rank].kind, plan.microbatches, _cut_of_data(plan)
+        key = "buckets", self.stages(plan)[rank].kind, plan.microbatches, cut_of_data(plan)
         return self.once(key, lambda: bucket_bytes(plan, self.tensors(plan)[rank].elements()))
 
     def updated(self, plan: CostPlan, rank: int) -> int:
@@ -169,7 +169,7 @@ class StageTensors:
         often: int,
     ) -> dict[str, int]:
         """Add up what the tensors of a rank hold or send, once for ranks with equal layers."""
-        cut = count, often, *_cut_of_data(plan)
+        cut = count, often, *cut_of_data(plan)
 
         def added() -> dict[str, int]:
             found = Counter[str]()
@@ -247,13 +247,13 @@ class StageTensors:
         }
 
 
-def _cut_of_stages(plan: CostPlan) -> tuple[Hashable, ...]:
+def cut_of_stages(plan: CostPlan) -> tuple[Hashable, ...]:
     """Return what the layers of the ranks of a pipeline depend on."""
     schedule = plan.parallelism.schedule
     return plan.parallelism.pp, schedule.chunks, schedule.wiring
 
 
-def _cut_of_data(plan: CostPlan) -> tuple[Hashable, ...]:
+def cut_of_data(plan: CostPlan) -> tuple[Hashable, ...]:
     """Return what the gradients and states of a tensor depend on."""
     sizes, optimizer = plan.parallelism, plan.optimizer
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -13,7 +14,7 @@ from kenotron_dist import MeshConfig
 from kenotron_dist.placement import TensorLayout, named_parameters
 from kenotron_models import parameter_count
 from kenotron_models.block_costs import expert_parameters
-from kenotron_optim import Held, OptimizerConfig
+from kenotron_optim import AdamWConfig, Held, OptimizerConfig
 
 OFFLOADED = ("fp32 masters", "optimizer", "weight averages")
 """Parts that `optimizer.offload` keeps in host memory."""
@@ -49,6 +50,17 @@ def state_bytes(plan: CostPlan, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and optimizer state, for some of its tensors."""
     sizes = mesh_sizes(plan.parallelism)
     return optim.state_bytes(tensors, plan.optimizer, sizes, plan.dtype.itemsize, plan.leaves)
+
+
+def state_blocks(plan: CostPlan, tensor: Held) -> dict[int, int]:
+    """Count the blocks of a tensor's parameters, masters and moments on a device by their bytes."""
+    sizes, found = state_bytes(plan, [tensor]), Counter[int]()
+    moments = 2 if isinstance(plan.optimizer.optimizer_factory, AdamWConfig) else 1
+    for what in ("parameters", *OFFLOADED):
+        if not (plan.optimizer.offload and what in OFFLOADED):
+            count = moments if what == "optimizer" else 1
+            found[sizes.get(what, 0) // count] += count
+    return found
 
 
 def bucket_bytes(plan: CostPlan, tensors: Iterable[Held]) -> int:

@@ -11,6 +11,7 @@ from kenotron_dist.collectives import (
     reduce_scatter,
 )
 from kenotron_dist.cores import usable_cores
+from kenotron_dist.counted_mesh import counted_mesh
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.device import gpu_problem, to_device, visible_gpus
 from kenotron_dist.environment import World, resolve
@@ -65,6 +66,7 @@ __all__ = [
     "broadcast_object",
     "clip_gradients",
     "coords_of",
+    "counted_mesh",
     "declare_roles",
     "deferring",
     "explained",

@@ -6,6 +6,7 @@ for experts. Both keep the order of ranks. etp is 1: experts are cut no further.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,10 +125,13 @@ def lines(sizes: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...
 def line_through(sizes: Mapping[str, int], names: Sequence[str], rank: int) -> tuple[int, ...]:
     """The one line of ``lines(sizes, names)`` that holds ``rank``, without listing the others."""
     coords = coords_of(sizes, rank)
-    along = {name: size for name, size in sizes.items() if name in names}
-    return tuple(
-        rank_of(sizes, {**coords, **coords_of(along, i)}) for i in range(math.prod(along.values()))
-    )
+    first = rank_of(sizes, {name: at for name, at in coords.items() if name not in names})
+    along, stride = list[range](), 1
+    for name in reversed(list(sizes)):
+        if name in names:
+            along.insert(0, range(0, sizes[name] * stride, stride))
+        stride *= sizes[name]
+    return tuple(first + sum(steps) for steps in itertools.product(*along))
 
 
 def ring_phases(size: int) -> list[list[tuple[int, int]]]:

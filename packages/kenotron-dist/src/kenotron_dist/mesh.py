@@ -97,9 +97,8 @@ class Mesh:
         A mesh of one rank, or a fake one, needs no process group. ``KENOTRON_DEBUG=collectives``
         compares ranks (``compare_collectives``). All communicators are made here.
 
-        Raises ValueError when an axis is not positive, the product is not the world size or ep does
-        not divide that of a stage, for a group bound to a device, for a fake rank in a world that
-        there is, or for a ``KENOTRON_DEBUG`` that asks for something else.
+        Raises ValueError for sizes that do not make the world, a group bound to a device, a fake
+        rank in a world that there is, or a ``KENOTRON_DEBUG`` that asks for something else.
         """
         config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         if backend == FAKE:
@@ -119,10 +118,7 @@ class Mesh:
             if batch_threads:
                 let_gloo_threads_wait()
             touch(world, known, mesh.device)
-        for names in [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]:
-            mesh._view(names)
-        for name in EXPERT_AXES[1:] if ep > 1 else ():  # else their lines are lines that there are
-            mesh._view((name,))
+        mesh._open()
         if live and config.world_size > 1 and compared:
             from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
 
@@ -147,12 +143,11 @@ class Mesh:
         for axes of both grids together.
         """
         wanted = (names,) if isinstance(names, str) else names
+        known = ", ".join(self.axis_sizes)
         if unknown := [name for name in wanted if name not in self.axis_sizes]:
-            raise KeyError(
-                f"no axis {unknown[0]} in this mesh; it has {', '.join(self.axis_sizes)}"
-            )
+            raise KeyError(f"no axis {unknown[0]} in this mesh; it has {known}")
         if not wanted:
-            raise KeyError(f"name an axis of this mesh: {', '.join(self.axis_sizes)}")
+            raise KeyError(f"name an axis of this mesh: {known}")
         order = EXPERT_AXES if grid_of(wanted, f"mesh{list(wanted)}") == "expert" else AXES
         return self._view(tuple(name for name in order if name in wanted))
 
@@ -225,9 +220,8 @@ class Mesh:
         """Return a group of two ranks for each neighbour along ``name`` and each direction.
 
         Keys are (source, to), indices along the axis; the line is closed to a ring, and only pairs
-        with this rank are there. The axis of a pair has the source first. For transfers of a
-        pipeline: NCCL runs all transfers of a group in one order. A pair's communicator is made by
-        its first transfer. Collective over the world when first asked.
+        with this rank are there. The axis of a pair has the source first. For a pipeline (see
+        ``twin``). Its first transfer makes the communicator. Collective when first asked.
         """
         if name not in self._pairs:
             self._pairs[name] = self._new_pairs(self._view((name,)))
@@ -267,6 +261,12 @@ class Mesh:
         self._groups.close()
         self._axes.clear()
         self._pairs.clear()
+
+    def _open(self) -> None:
+        """Make what ``connect`` promises, in the same order on all ranks."""
+        expert = EXPERT_AXES[1:] if self.config.ep > 1 else ()  # else their lines are dense ones
+        for names in [*AXES, ("dp", "cp"), ("dp", "cp", "tp"), AXES, *expert]:
+            self._view((names,) if isinstance(names, str) else names)
 
     def _view(self, names: tuple[str, ...]) -> Axis:
         if names not in self._axes:

@@ -27,7 +27,6 @@ from kenotron_models.part import Part
 from kenotron_models.transformers_block import TransformersBlock
 
 
-@lru_cache(maxsize=256)
 def kept_bytes(block: BlockSpec | TransformersBlock, width: int, batch: MetaMicroBatch) -> int:
     """Return the bytes that one rank keeps of a micro-batch for the backward of a block.
 
@@ -39,14 +38,29 @@ def kept_bytes(block: BlockSpec | TransformersBlock, width: int, batch: MetaMicr
         width: D.
         batch: the micro-batch of one rank.
     """
-    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep})
+    return sum(kept_sizes(block, width, batch))
+
+
+@lru_cache(maxsize=256)
+def kept_sizes(
+    block: BlockSpec | TransformersBlock, width: int, batch: MetaMicroBatch
+) -> tuple[int, ...]:
+    """Return the bytes of each storage that ``kept_bytes`` adds up."""
+    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep, "cp": batch.cp})
     layer, x, context = block_on_meta(block, width, batch, axes)
     with OneKernel(batch.fused_norms):
-        return bytes_alive(layer, x, context)
+        return sizes_alive(layer, x, context)
 
 
 def bytes_alive(block: nn.Module, x: Tensor, context: Context, *, wait: float = 0.0) -> int:
-    """Return the bytes that are alive after a forward and were not before, without its output.
+    """Return the sum of ``sizes_alive``; x is (T, D)."""
+    return sum(sizes_alive(block, x, context, wait=wait))
+
+
+def sizes_alive(
+    block: nn.Module, x: Tensor, context: Context, *, wait: float = 0.0
+) -> tuple[int, ...]:
+    """Return the bytes of storages that a forward leaves behind, without its output's.
 
     Args:
         block: on any device.
@@ -98,10 +112,10 @@ class _Storages(TorchDispatchMode):
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
 
-    def alive(self, without: Tensor) -> int:
-        """Bytes of all that is still there, but for the storage of a tensor (any shape)."""
+    def alive(self, without: Tensor) -> tuple[int, ...]:
+        """Bytes of each that is still there, but for the storage of a tensor (any shape)."""
         other = without.untyped_storage()._cdata
-        return sum(
+        return tuple(
             nbytes
             for address, (storage, nbytes) in self._made.items()
             if address != other and not storage.expired()

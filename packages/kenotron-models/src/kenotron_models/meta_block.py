@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kenotron_cp import AttentionWay, Cut
 from kenotron_dist import Axis
 from kenotron_models.adapter import adapt
 from kenotron_models.adapter_spec import AdapterSpec
@@ -21,6 +22,7 @@ from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute
+from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.transformers_block import (
     TransformersBlock,
     input_on_meta,
@@ -59,8 +61,20 @@ class MetaMicroBatch:
     """Ranks over which features are cut."""
     ep: int = 1
     """Ranks over which experts are cut."""
+    cut: Cut | None = None
+    """Of rows over ranks of cp, which exchange keys and values; None: attention is as over whole
+    rows."""
+    way: AttentionWay = "ring"
+    """Method of the exchange."""
+    stride: int = 1
+    """Key heads that ``gather`` has at a time."""
     fused_norms: bool = False
     """RMSNorm is one kernel, as on CUDA, which keeps its input alone; a CPU keeps fp32 copies."""
+
+    @property
+    def cp(self) -> int:
+        """Ranks over which rows are cut."""
+        return 1 if self.cut is None else self.cut.ranks
 
 
 def block_on_meta(
@@ -75,7 +89,7 @@ def block_on_meta(
         block: what it is made of.
         width: D.
         batch: the micro-batch.
-        axes: ``tp``, and ``ep`` where experts are cut; without a group.
+        axes: ``tp``, ``ep`` where experts are cut, and ``cp`` where rows are; without a group.
 
     Returns:
         The block, x (T, D) or (T/t, D), which requires a gradient, and the context.
@@ -92,12 +106,25 @@ def block_on_meta(
     layer = Block(_computed_by_torch(block), width, build, recompute=batch.recompute)
     _adapted(layer, batch, tp)
     places = torch.arange(batch.sequence, device="meta").expand(batch.rows, batch.sequence)
-    context = Context(places, torch.arange(batch.rows, device="meta"), dropout_key=0)
+    context = Context(
+        places, torch.arange(batch.rows, device="meta"), dropout_key=0, cut=_cut_of(batch, axes)
+    )
     tokens = batch.rows * batch.sequence
     held = -(-tokens // tp.size) if mode.sequence_parallel else tokens
     dtype = batch.residual or batch.dtype
     x = torch.empty(held, width, dtype=dtype, device="meta", requires_grad=True)
     return layer, x, context
+
+
+def _cut_of(batch: MetaMicroBatch, axes: Mapping[str, Axis]) -> SequenceCut | None:
+    """Return the cut of rows. A strip is one block, as it is of short rows: blocks of long ones are
+    smaller, of which there are more."""
+    cut = batch.cut
+    if cut is None or cut.ranks == 1:
+        return None
+    places = torch.arange(cut.sequence, device="cpu").expand(batch.rows, cut.sequence)
+    layout = replace(cut.layout, block=max(cut.layout.block, cut.strip_length))
+    return SequenceCut(axes["cp"], places, batch.way, layout, batch.stride)
 
 
 def _adapted(layer: nn.Module, batch: MetaMicroBatch, tp: Axis) -> nn.Module:

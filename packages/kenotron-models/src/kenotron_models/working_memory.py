@@ -42,7 +42,7 @@ def working_bytes(
 
     The arguments are those of ``kept_bytes``.
     """
-    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep})
+    axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep, "cp": batch.cp})
     layer, x, context = block_on_meta(block, width, batch, axes)
     for parameter in layer.parameters():
         if parameter.requires_grad:
