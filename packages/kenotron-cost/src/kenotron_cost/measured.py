@@ -15,9 +15,10 @@ import torch
 
 from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.exchanged import exchanged
-from kenotron_cost.logits import logit_sizes, logits_bytes
-from kenotron_cost.stage_tensors import PlannedStage, StageTensors, T
-from kenotron_models import Recompute, TransformersSpec
+from kenotron_cost.logits import logits_bytes
+from kenotron_cost.measured_ends import MeasuredEnds
+from kenotron_cost.stage_tensors import PlannedStage, T
+from kenotron_models import Recompute
 from kenotron_models.block_costs import (
     KernelWork,
     MetaMicroBatch,
@@ -26,7 +27,6 @@ from kenotron_models.block_costs import (
     block_kernels,
     kept_bytes,
     kept_sizes,
-    norm_bytes,
     sent_bytes,
     sequence_bytes,
     working_bytes,
@@ -36,7 +36,7 @@ from kenotron_models.layers import BlockSpec, ExpertsSpec
 AnyBlock = BlockSpec | TransformersBlock
 
 
-class MeasuredModel(StageTensors):
+class MeasuredModel(MeasuredEnds):
     """A model whose parts are measured when they are first asked for.
 
     Args:
@@ -91,27 +91,6 @@ class MeasuredModel(StageTensors):
         one, two = measure(1, cut=False), measure(2, cut=False)
         more = zip(one, two, measure(1, cut=over), strict=True)
         return Working(*(a + (rows - 1) * (b - a) + rows * (c - a) for a, b, c in more))
-
-    def ends(self, plan: CostPlan) -> dict[str, int]:
-        """Return the bytes that the last norm and the output layer have in use."""
-        sizes, tokens = plan.parallelism, plan.micro_batch_size * plan.row_tokens
-        key = "ends", sizes.tp, sizes.tp_mode, tokens, plan.dtype
-        return self.once(key, lambda: self._ends(plan, tokens))
-
-    def _ends(self, plan: CostPlan, tokens: int) -> dict[str, int]:
-        """Return those of a number of tokens."""
-        sizes = plan.parallelism
-        hidden = tokens * plan.spec.hidden_size * plan.dtype.itemsize
-        norm = dict(self._layers(plan)).get("norm")
-        kept = 0
-        if norm is not None and not isinstance(plan.spec, TransformersSpec):
-            own = tokens // sizes.tp if sizes.mode.sequence_parallel else tokens
-            dtype = torch.float32 if plan.spec.residual_in_fp32 else plan.dtype
-            width, fused = plan.spec.hidden_size, plan.on_accelerator
-            kept = norm_bytes(norm, own, width, dtype, fused=fused)
-        gradient = logit_sizes(plan)[2]
-        found = {"output layer": kept + 2 * hidden, "logits": logits_bytes(plan)}
-        return found | {"gradient of the output layer": gradient}
 
     def kernels(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[KernelWork, KernelWork]:
         """Return the kernels of a micro-batch of a block, forward and backward."""
@@ -219,8 +198,10 @@ class MeasuredModel(StageTensors):
         for way, n in self.ways(self.stages(plan)[rank].blocks, again).items():
             sent = self.sent(plan, *way)
             found.update({axis: size * n * plan.microbatches for axis, size in sent.items()})
+        for ways in self.ends_sent(plan, self.stages(plan)[rank]).values():
+            found["tp"] += sum(each.sent for each in ways) * plan.microbatches
         found.update(self.sent_over_data(plan, rank))
-        return dict(found)
+        return {axis: size for axis, size in found.items() if size}
 
     def ways(
         self, blocks: Sequence[int], again: Sequence[Recompute]
@@ -266,8 +247,12 @@ class MeasuredModel(StageTensors):
         return int(even + (load - 1) * choices * one)
 
     def _rows(self, plan: CostPlan) -> int:
-        """Return the rows that are measured at once."""
-        return plan.micro_batch_size if self.exact else 1
+        """Return the rows that are measured at once.
+
+        Of several rows ulysses keeps fewer copies than of one.
+        """
+        copies = plan.parallelism.cp > 1 and plan.cp_way == "ulysses"
+        return plan.micro_batch_size if self.exact or copies else 1
 
     def _batch(
         self, plan: CostPlan, kind: int, again: Recompute, rows: int

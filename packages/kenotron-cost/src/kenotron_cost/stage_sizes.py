@@ -19,7 +19,7 @@ class StageSize:
     bytes_of: dict[str, int]
     """Bytes by what they are for."""
     sent: dict[str, int]
-    """Bytes that it sends in a step, by axis: for its blocks, gradients and parameters."""
+    """Bytes that it sends in a step, by axis: for its layers, gradients and parameters."""
 
 
 def stage_sizes(plan: CostPlan) -> list[StageSize]:

@@ -19,6 +19,7 @@ from kenotron_cost.work import (
     head_work,
     parts_of,
     seconds_of_sending,
+    sending_work,
 )
 from kenotron_models import Recompute
 from kenotron_pp import Event, Times, pipeline_time, rank_actions, simulate
@@ -135,6 +136,9 @@ class TimedModel:
                     found[-1].add(once(("work", kind, way, cut), make), n)
             if "head" in stage.names:
                 found[-1].add(head_work(self.machine, plan), 1 + len(plan.spec.mtp_blocks))
+            for name, ways in self.measured.ends_sent(plan, stage).items():
+                at = 0 if name == "embedding" else -1
+                found[at].add(sending_work(self.machine, plan, *ways))
             return found
 
         return once(("rank", stage.kind, tuple(again[n] for n in stage.blocks), cut), made)

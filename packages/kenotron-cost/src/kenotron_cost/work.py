@@ -11,7 +11,7 @@ from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.machine_file import Machine
 from kenotron_cost.measured import MeasuredModel
 from kenotron_models import Recompute
-from kenotron_models.block_costs import KernelWork, TransformersBlock, block_flops
+from kenotron_models.block_costs import KernelWork, Messages, TransformersBlock, block_flops
 
 BACKWARD_OF_ATTENTION = 2.5
 """Operations of attention's backward for one of its forward: scores are computed again."""
@@ -123,6 +123,17 @@ def head_work(machine: Machine, plan: CostPlan) -> WorkSeconds:
     moved = 2 * tokens * columns * (4 + plan.dtype.itemsize) / machine["memory_bandwidth"]
     both = parts_of(products=products, memory=moved)
     return WorkSeconds(both, both, parts_of(products=products))
+
+
+def sending_work(
+    machine: Machine, plan: CostPlan, forward: Messages, backward: Messages
+) -> WorkSeconds:
+    """Return the time of messages over tp that nothing is computed next to."""
+    there, back = (
+        seconds_of_sending(machine, each.sent, "tp", plan) + each.calls * machine["latency"]
+        for each in (forward, backward)
+    )
+    return WorkSeconds(parts_of(tp=there), parts_of(tp=back))
 
 
 def _moved(machine: Machine, work: KernelWork) -> float:

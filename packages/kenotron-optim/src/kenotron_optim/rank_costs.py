@@ -6,14 +6,15 @@ rank are owned by d ranks, ceil(N / d) by each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import Tensor, nn
 
-from kenotron_dist import MeshConfig, views_of
-from kenotron_dist.boxes import gradient_sums
+from kenotron_dist import GridView, MeshConfig, views_of
+from kenotron_dist.boxes import GradientSum, gradient_sums
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import OptimizerConfig
 from kenotron_optim.frozen_slices import zero3_cuts
@@ -44,6 +45,8 @@ class Held:
     """True where it is not frozen."""
     cut: bool = True
     """True where stage 3 cuts it; see ``zero3_cuts``."""
+    summed: tuple[tuple[int, int], ...] = ()
+    """Ranks of tp, and elements, of sums that make its gradient whole."""
     gathers: int = 2
     """So often stage 3 gathers it for a micro-batch, with ``regather`` by layer."""
 
@@ -79,11 +82,13 @@ def held_tensors(
         tied = len(layout.owners) > 1
         alone = len(layout.stages) == 1 and len(layout.owners) == 2
         learns = not isinstance(parameter, nn.Parameter) or parameter.requires_grad
+        sums = gradient_sums(layout, view(layout))
         found.append(
             Held(
                 count=parameter.numel(),
                 expert=layout.grid == "expert",
-                whole=bool(gradient_sums(layout, view(layout))) or (tied and not alone),
+                whole=bool(sums) or (tied and not alone),
+                summed=_over_tp(sums, view(layout)),
                 owners=len(paths),
                 matrix=name in matrices,
                 learns=learns,
@@ -92,6 +97,15 @@ def held_tensors(
             )
         )
     return found
+
+
+def _over_tp(sums: Iterable[GradientSum], view: GridView) -> tuple[tuple[int, int], ...]:
+    """Return the ranks and elements of those sums that are over tp."""
+    return tuple(
+        (view.sizes["tp"] // each.parts, sum(math.prod(box.shape) for box in each.boxes))
+        for each in sums
+        if each.axis == "tp"
+    )
 
 
 def _gathers(role: str | None, learns: bool) -> int:
@@ -167,8 +181,7 @@ def data_bytes(
     """Return the bytes that a rank sends in a step for gradients and parameters, by axes.
 
     They are those of ``kenotron_dist.diagnosis.record`` on the rank that owns the first elements.
-    Muon's exchange, sums over tp and those of tied owners over stages, and the few bytes of norms
-    are left out.
+    Muon's exchange, sums of tied owners over stages, and the few bytes of norms are left out.
 
     Args:
         tensors: those of the rank.
@@ -179,9 +192,9 @@ def data_bytes(
         leaves: of ``SampleGradients``; None: it is a ``GradAccumulator``.
 
     Returns:
-        Bytes over ``dp`` (with cp) and over ``edp``, where there are any.
+        Bytes over ``dp`` (with cp), ``edp`` and ``tp``, where there are any.
     """
-    found = {"dp": 0, "edp": 0}
+    found = {"dp": 0, "edp": 0, "tp": 0}
     summed = 4 if config.accumulate_grad_in_fp32 else itemsize
     for each in tensors:
         ranks = slice_ranks(each, config, mesh)
@@ -193,6 +206,7 @@ def data_bytes(
             gathers = config.zero.cuts_parameters and each.cut
             found[axis] += times * (ranks - 1) * cut * itemsize if gathers else 0
             continue
+        found["tp"] += sum(2 * (n - 1) * count * summed // n for n, count in each.summed)
         sums = backwards if _leaves(each, config, ranks) else 1
         if leaves is not None:
             own, sources = _of_sources(each, leaves, mesh)
