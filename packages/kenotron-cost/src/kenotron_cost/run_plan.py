@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kenotron_config import Config
 from kenotron_cost.cost_plan import check_measured, cost_plan
 from kenotron_cost.knobs import check_search
 from kenotron_cost.layouts import (
     CP_OF_TRANSFORMERS,
-    PlannedLayout,
     Refused,
     legal_layouts,
     nearest_legal,
     own_layout,
-    with_layout,
 )
 from kenotron_cost.machine_file import Machine
 from kenotron_cost.problems import problems_of
 from kenotron_cost.recomputed import recomputed
+from kenotron_cost.remedies import beyond, remedies
 from kenotron_cost.search import (
     Estimate,
     Found,
     Objective,
     Planner,
     check_objective,
-    neighbours,
 )
 from kenotron_models import TransformersSpec
-
-GB = 1e9
-SHOWN_REMEDIES = 5
-LAST_KNOBS = (
-    ("optimizer.offload", True),
-    ("model.dtype", "bfloat16"),
-    ("optimizer.accumulate_grad_in_fp32", False),
-)
-"""Keys that make a layout smaller and that a search changes only if asked: they change numbers or
-need host memory."""
-MOST_RANKS = 16384
 
 
 @dataclass(frozen=True)
@@ -139,15 +125,14 @@ def plan_of_run(
     if ranks in (None, config.world_size):
         planned.own = planner.estimate(own_layout(config), plan, recomputed(plan))
         if not planned.own.fits:
-            planned.remedies = [*_remedies(config, planner, planned.own)]
+            planned.remedies = [*remedies(config, planner, planned.own)]
     if ranks is not None:
-        devices = machine.devices
-        legal = [*legal_layouts(config, ranks, planned.refused, search, devices)]
+        legal = [*legal_layouts(config, ranks, planned.refused, search, machine.devices)]
         if not legal:
             raise ValueError(_none_legal(config, ranks, planned.refused))
         planned.ranks, planned.found = ranks, planner.search(legal, objective)
         if not planned.fitting and not planned.remedies and planned.found.best:
-            planned.remedies = [*_beyond(config, planner, planned.found.best[0])]
+            planned.remedies = [*beyond(config, planner, planned.found.best[0])]
     return planned
 
 
@@ -161,61 +146,6 @@ def _check_arguments(
             raise ValueError(f"{name}: {value} was given; it must be above 0")
     if objective == "price" and price is None:
         raise ValueError("--objective price: give --price, of a device and hour")
-
-
-def _beyond(config: Config, planner: Planner, nearest: Estimate) -> Iterator[str]:
-    """Yield what a search does not change and makes a layout fit: other keys, or more ranks."""
-    layout, found = nearest.layout, False
-    for key, value in LAST_KNOBS:
-        changed = replace(layout, knobs=(*layout.knobs, (key, value)))
-        each = _estimated(config, planner, changed)
-        if key not in dict(layout.knobs) and each is not None and each.fits:
-            found, ratio = True, each.time.seconds / nearest.time.seconds
-            saved = (nearest.memory.total - each.memory.total) / GB
-            yield (
-                f"{key}={json.dumps(value)} makes the first one fit: {saved:.3g} GB less, the step "
-                f"takes {ratio:.2f} times as long"
-            )
-    while layout.ranks < MOST_RANKS:
-        layout = replace(layout, dp=2 * layout.dp)
-        each = _estimated(config, planner, layout)
-        if each is not None and each.fits:
-            yield f"--ranks {layout.ranks}: with dp {layout.dp} the first one fits"
-            return
-    if not found:
-        yield (
-            f"Neither {', '.join(key for key, _ in LAST_KNOBS)} nor more ranks of dp make the "
-            "first one fit: shorten tokens.sequence_length, or take devices with more memory"
-        )
-
-
-def _estimated(config: Config, planner: Planner, layout: PlannedLayout) -> Estimate | None:
-    """Return the plan of a layout; None where it is not legal."""
-    try:
-        plan = cost_plan(with_layout(config, layout))
-    except ValueError:
-        return None
-    return planner.estimate(layout, plan, recomputed(plan), exact=False)
-
-
-def _remedies(config: Config, planner: Planner, own: Estimate) -> Iterator[str]:
-    """Yield the knobs that make a layout fit, the cheapest first."""
-    named, estimates = {}, []
-    for knob, layout in neighbours(own.layout):
-        if (each := _estimated(config, planner, layout)) is not None:
-            named[layout] = knob
-            estimates.append(each)
-    fitting = sorted((e for e in estimates if e.fits), key=lambda each: each.time.seconds)
-    if not fitting:
-        yield "No single knob makes it fit: search all layouts with --ranks"
-    for each in fitting[:SHOWN_REMEDIES]:
-        ratio = each.time.seconds / own.time.seconds
-        saved = (own.memory.total - each.memory.total) / GB
-        dp = f" with parallelism.dp={each.layout.dp}" if each.layout.dp != own.layout.dp else ""
-        yield (
-            f"{named[each.layout]}{dp} makes it fit: {saved:.3g} GB less, the step takes "
-            f"{ratio:.2f} times as long"
-        )
 
 
 def _none_legal(config: Config, ranks: int, refused: Refused) -> str:

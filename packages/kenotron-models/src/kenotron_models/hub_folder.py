@@ -20,13 +20,14 @@ def hub_folder(path: str) -> str:
     if NAME.fullmatch(path) is None or Path(path).exists():
         return path
     try:
-        from huggingface_hub import snapshot_download
+        from transformers.utils import cached_file
     except ImportError:
         return path
     try:
-        return str(snapshot_download(path, local_files_only=True))
+        config = cached_file(path, "config.json", local_files_only=True)
     except (OSError, ValueError):  # it is not there, or no name of the hub
         return path
+    return path if config is None else str(Path(config).parent)
 
 
 def missing(path: str) -> str:
