@@ -9,13 +9,14 @@ import json
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_transformers import MULTIMODAL, SEQUENCE, VOCAB, families, tiny_config, tiny_json
-from torch import Tensor
+from torch import Tensor, nn
 
 from kenotron_cp import cut_sequence
 from kenotron_dist import DATA_AXES, Mesh, all_reduce, sum_gradients
@@ -40,6 +41,9 @@ START, END = "<!-- table -->\n", "<!-- end -->\n"
 PRELOAD = ("transformers.models.auto.modeling_auto",)
 LOSS, GRADIENT = 1e-5, 1e-4
 """Deviations that are rounding, as shares of the largest value of a tensor."""
+BOUNDS = {"< 1e-6": 1e-6, "< 1e-5": 1e-5, "< 1e-4": 1e-4}
+"""Of the largest deviation of a family, as the page has them."""
+ONE_PIECE = "no: it is not split into layers"
 
 
 def whole_model(kind: str, **changes: Any) -> Any:
@@ -79,12 +83,10 @@ def deviations(
     mode: TPMode = TPMode(),
     size: tuple[int, int] = (2, SEQUENCE),
     **changes: Any,
-) -> tuple[dict[str, float], str, str]:
-    """Compare logits and every gradient; say what tp cuts, and whether pp can share the layers.
+) -> tuple[dict[str, float], str, str, str]:
+    """Compare logits and every gradient; say what tp cuts, what pp shares and what is recomputed.
 
-    ``size``: rows, and tokens of each.
-
-    Raises ValueError where the family is refused.
+    ``size``: rows, and tokens of each. Raises ValueError where the family is refused.
     """
     cp, here = mesh["cp"], "kenotron" if mesh["cp"].size > 1 else None
     text = tiny_json(kind, **changes)
@@ -104,12 +106,19 @@ def deviations(
     places = torch.arange(sequence).expand(len(ids), -1)
     cut = None if cp.size == 1 else SequenceCut(cp, places)
     here = partial(cut_sequence, axis=cp)
-    context = Context(here(places), cut=cut)
-    logits = stack(here(ids).flatten(), context).view(*context.positions_BS.shape, -1)
-    (logits * here(pull)[..., own]).sum().backward()
+
+    def step() -> Tensor:
+        stack.zero_grad()
+        context = Context(here(places), cut=cut)
+        logits = stack(here(ids).flatten(), context).view(*context.positions_BS.shape, -1)
+        (logits * here(pull)[..., own]).sum().backward()
+        return logits.detach()
+
+    logits = step()
+    again = recomputed(stack, logits, step)
     sum_gradients(stack, mesh)
     real = slice(None) if cut is None else cut.places_S < sequence
-    apart = _share(logits[:, real], here(due)[:, real][..., own], float(due.abs().max()))
+    apart = largest_share(logits[:, real], here(due)[:, real][..., own], float(due.abs().max()))
     found = {"logits": apart}
     layouts, held = parameter_layouts(stack, mesh.axis_sizes), named_parameters(stack)
     grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
@@ -124,69 +133,32 @@ def deviations(
         total = sum(parts, start=torch.zeros_like(held[paths[0]]))
         total = all_reduce(total, mesh[DATA_AXES[layout.grid]])
         scale = max(float(expected.abs().max()), most / 1000)  # of small ones all is rounding
-        found[name] = _share(total, scatter(expected, layout, mesh.view(layout)), scale)
+        found[name] = largest_share(total, scatter(expected, layout, mesh.view(layout)), scale)
     cut = sum(bool(each.shards) for each in layouts.values())
-    return found, f"{cut} of {len(layouts)} tensors", "yes" if len(stack) > 1 else "no"
+    return found, f"{cut} of {len(layouts)} tensors", "yes" if len(stack) > 1 else "no", again
 
 
-class Collected:
-    """Losses that layers add to a micro-batch."""
-
-    def __init__(self) -> None:
-        self.total = torch.zeros(())
-
-    def add(self, scalar: Tensor) -> None:
-        """Add one."""
-        self.total = self.total + scalar
-
-
-def balance_deviations(mesh: Mesh, kind: str) -> dict[str, float] | None:
-    """Compare a family's balance loss and all its gradients; None: transformers has none for it.
-
-    Raises ValueError where the family is refused.
-    """
-    text = tiny_json(kind, output_router_logits=True)
-    spec = TransformersConfig(config_json=text).decoder
-    stack = part_of(whole := whole_model(kind), spec, mesh)
-    last = [*stack][-1]
-    if getattr(last, "balance", None) is None:
-        return None
-    ids = torch.randint(3, VOCAB, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
-    due = whole(input_ids=ids, use_cache=False, output_router_logits=True).aux_loss
-    (due * last.balance.weight).backward()
-    last.auxiliary_losses = losses = Collected()
-    places, weight = torch.arange(SEQUENCE).expand(2, -1), torch.tensor(1 / ids.numel())
-    stack(ids.flatten(), Context(places, loss_weight=weight))
-    total, tokens = last.take_balance().tolist()
-    assert tokens == ids.numel() and losses.total == 0
-    losses.total.backward()
-    sum_gradients(stack, mesh)
-    found = {"loss": abs(total / tokens - float(due)) / float(due)}
-    layouts, held = parameter_layouts(stack, mesh.axis_sizes), named_parameters(stack)
-    grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    most = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
-    for name, (theirs, *_) in transformers_names(spec).items():
-        path = next(path for path, layout in layouts.items() if layout.name == name)
-        layout, expected = layouts[path], grads.get(theirs)
-        own = held[path].grad if held[path].grad is not None else torch.zeros_like(held[path])
-        total = all_reduce(own, mesh[DATA_AXES[layout.grid]])
-        expected = torch.zeros(layout.shape) if expected is None else expected
-        found[name] = _share(total, scatter(expected, layout, mesh.view(layout)), most)
-    return found
+def recomputed(stack: LayerStack, logits: Tensor, step: Callable[[], Tensor]) -> str:
+    """Say that a step whose layers are computed again has the same bits, or why there is none."""
+    layers = [each for each in stack if hasattr(each, "recompute")]
+    if not layers:
+        return ONE_PIECE
+    due = {name: parameter.grad for name, parameter in named_parameters(stack).items()}
+    calls: list[nn.Module] = []
+    for layer in layers:
+        layer.recompute = "full"
+        layer.block.register_forward_pre_hook(lambda module, _: calls.append(module))
+    assert torch.equal(step(), logits)
+    assert len(calls) == 2 * len(layers)
+    for name, parameter in named_parameters(stack).items():
+        grad, expected = parameter.grad, due[name]
+        assert grad is expected or torch.equal(grad, expected), name  # both may be None
+    return "yes"
 
 
-def compare_balance(mesh: Mesh, kinds: list[str]) -> dict[str, float | str]:
-    """Return the largest deviation of each family that has a balance loss, or why it is refused."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    found: dict[str, float | str] = {}
-    for kind in kinds:
-        try:
-            if (apart := balance_deviations(mesh, kind)) is not None:
-                found[kind] = max(apart.values())
-        except ValueError as error:
-            found[kind] = str(error)
-    return found
+def largest_share(found: Tensor, due: Tensor, scale: float) -> float:
+    """Return the largest deviation of a tensor, as a share of a scale."""
+    return float((found - due).abs().max()) / scale
 
 
 def planless() -> tuple[list[str], list[str]]:
@@ -197,12 +169,8 @@ def planless() -> tuple[list[str], list[str]]:
     return kinds[0], kinds[1]
 
 
-def _share(found: Tensor, due: Tensor, scale: float) -> float:
-    return float((found - due).abs().max()) / scale
-
-
-def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str]]:
-    """Return what tp cuts of each family, or why it is refused, and whether pp shares its layers.
+def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str, str, float]]:
+    """Return each family, what tp cuts or why it is refused, pp, recompute, and its deviation.
 
     Raises AssertionError where a cut model computes something else.
     """
@@ -211,13 +179,13 @@ def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str]]:
     rows = []
     for kind in kinds:
         try:
-            found, tp, pp = deviations(mesh, kind)
+            found, *said = deviations(mesh, kind)
         except ValueError as error:
-            rows.append((kind, f"no: {_reason(error)}", ""))
+            rows.append((kind, f"no: {_reason(error)}", "", "", 0.0))
             continue
         for name, share in found.items():
             assert share < (LOSS if name == "logits" else GRADIENT), (kind, name, share)
-        rows.append((kind, tp, pp))
+        rows.append((kind, *said, max(found.values())))
     return rows
 
 
@@ -238,23 +206,40 @@ def _reason(error: Exception) -> str:
     return re.split(r": tokens of a |, which attn_implementation|: its experts|: they can", line)[0]
 
 
+HEAD = "| family | tp | pp | cp | ep | recompute | compared deviation |"
 LAYOUTS = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"tp": 2, "ep": 2}}
 NO_EXPERTS = "no: ep 2 was given, and the model has no experts"
 
 
 def walk(kinds: list[str]) -> list[str]:
     """Return the rows of families, after comparing each of them on two ranks of each axis."""
-    small = sorted({*kinds} - {*MULTIMODAL})
-    found: dict[str, list[tuple[str, str, str]]] = {}
+    small, page = sorted({*kinds} - {*MULTIMODAL}), written()
+    found: dict[str, list[tuple[str, str, str, str]]] = {}
+    most = dict.fromkeys(small, 0.0)
     for axis, sizes in LAYOUTS.items():
         ranks = on_ranks(compare, small, **sizes, preload=PRELOAD)
-        assert ranks[0] == ranks[1]
-        found[axis] = ranks[0]
-    rows = [f"| {kind} | not tried: it has images | | | |" for kind in {*kinds} - {*small}]
-    for (kind, tp, pp), (_, cp, _), (_, ep, _) in zip(*found.values(), strict=True):
-        others = [_said(each, tp) for each in (cp, ep)]
-        rows.append(" | ".join([f"| {kind}", tp, pp, *others]) + " |")
+        for kind, *_, deviation in (row for rank in ranks for row in rank):
+            most[kind] = max(most[kind], deviation)
+        here, there = ([row[:-1] for row in rank] for rank in ranks)
+        assert here == there
+        found[axis] = here
+    rows = [f"| {kind} | not tried: it has images |" + " |" * 5 for kind in {*kinds} - {*small}]
+    for each in zip(*found.values(), strict=True):
+        (kind, tp, pp, _), *others = each
+        again = {row[3] for row in each if row[3]} or {"no"}
+        assert len(again) == 1
+        cells = [tp, pp, *(_said(row[1], tp) for row in others), *again]
+        bound = _bound(most[kind], page.get(kind, "").rpartition(" | ")[2][:-2])
+        cells.append("" if again == {"no"} else bound)
+        rows.append(" | ".join([f"| {kind}", *cells]) + " |")
     return sorted(rows)
+
+
+def _bound(deviation: float, written: str) -> str:
+    """Return a bound with room for the rounding of other machines, or that of the page."""
+    if deviation < BOUNDS.get(written, 0.0) <= max(160 * deviation, min(BOUNDS.values())):
+        return written
+    return next((text for text, bound in BOUNDS.items() if 4 * deviation < bound), [*BOUNDS][-1])
 
 
 def _said(found: str, tp: str) -> str:
@@ -273,5 +258,5 @@ def written() -> dict[str, str]:
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    rows = "\n".join(["| family | tp | pp | cp | ep |", "|---" * 5 + "|", *walk(families())])
+    rows = "\n".join([HEAD, "|---" * HEAD.count(" | ") + "|---|", *walk(families())])
     PAGE.write_text(f"{before}{START}{rows}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -3,6 +3,7 @@
 from functools import partial
 
 import any_model
+import any_model_balance
 import pytest
 from tiny_transformers import families, tiny_json
 
@@ -48,9 +49,10 @@ SUGGESTED = [  # ranks, family, changes of its tiny config, and what the plan ha
 @pytest.mark.filterwarnings("ignore")  # of transformers
 @pytest.mark.parametrize("kind", [kind for kinds in any_model.planless() for kind in kinds])
 def test_a_family_without_a_plan_is_its_plain_model_to_the_bit(kind):
-    found, cut, pp = any_model.deviations(Mesh.connect(), kind)
+    found, cut, pp, again = any_model.deviations(Mesh.connect(), kind)
     assert len(found) > 10 and not any(found.values()) and cut.startswith("0 of")
     assert pp == ("yes" if kind in any_model.planless()[0] else "no")
+    assert again == ("yes" if pp == "yes" else any_model.ONE_PIECE)
 
 
 @pytest.mark.by_turns(7)
@@ -74,7 +76,9 @@ def test_the_balance_loss_of_every_family_is_that_of_its_plain_model(sizes):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kinds = [k for k in families() if hasattr(CONFIG_MAPPING[k](), "output_router_logits")]
-    for found in on_ranks(any_model.compare_balance, kinds, **sizes, preload=any_model.PRELOAD):
+    for found in on_ranks(
+        any_model_balance.compare_balance, kinds, **sizes, preload=any_model.PRELOAD
+    ):
         compared = {kind: x for kind, x in found.items() if isinstance(x, float)}
         assert all(x < any_model.GRADIENT for x in compared.values()), compared
         assert len(compared) >= LEAST
