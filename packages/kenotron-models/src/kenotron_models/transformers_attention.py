@@ -27,6 +27,8 @@ from kenotron_models.context import Context
 
 OWN_ATTENTION = "kenotron"
 """``attn_implementation`` of models whose attention is computed here."""
+ADVICE = f", which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
+"""End of errors about models whose attention cannot be computed here."""
 _SAYS_NOTHING = {
     "sliding_window",
     "position_ids",
@@ -102,7 +104,7 @@ def attend_rows(
     name = type(module).__name__
     given = {word for word, each in others.items() if each is not None and each is not False}
     if unknown := sorted(given - _SAYS_NOTHING):
-        raise ValueError(f"{name} calls its attention with {', '.join(unknown)}, {_ADVICE}")
+        raise ValueError(f"{name} calls its attention with {', '.join(unknown)}{ADVICE}")
     mask, rows = attention_mask, _rows.get()
     assert rows is not None and not dropout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -110,15 +112,12 @@ def attend_rows(
     if rows.context.cache is not None:
         return attend_masked(query.transpose(1, 2), key, value, mask, scoring).contiguous(), None
     if others.get("is_causal") is False or mask is None or mask.numel() != 1 or mask.is_cuda:
-        raise ValueError(f"{name} calls its attention with a mask that it made itself, {_ADVICE}")
+        raise ValueError(f"{name} calls its attention with a mask that it made itself{ADVICE}")
     window = int(mask)
     sight = AttentionMask(rows.context, window or None, rows.documents)
     how = attend if rows.context.cut is None else attend_cut
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return how(q, k, v, sight, scoring).contiguous(), None
-
-
-_ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
 
 
 def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) -> Tensor:
@@ -149,8 +148,8 @@ def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) 
         window = int(seen[-1].sum())
         if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
             raise ValueError(
-                f"attn_implementation: {OWN_ATTENTION} was given, but a mask of this model is not "
-                f"causal with a window, in rows of {length} tokens: set it to null"
+                "a mask of this model is not causal with a window, in rows of "
+                f"{length} tokens{ADVICE}"
             )
         return torch.full((1, 1, 1, 1), 0 if window == length else window)
 
