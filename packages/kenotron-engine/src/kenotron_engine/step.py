@@ -216,7 +216,11 @@ def gradient(
             chunks = enumerate(split_chunks(x, len(parts_of)))
             return torch.stack([chunk_loss(own, microbatch, i) for i, own in chunks]).sum()
 
-        return training.model.pipeline.run(share.inputs, own_loss, share.contexts), reports
+        forget = [context.forget for context in share.contexts]
+        loss = training.model.pipeline.run(
+            share.inputs, own_loss, share.contexts, over=lambda m: forget[m]()
+        )
+        return loss, reports
 
     if training.graphs is not None:  # a replay runs no hook, and a capture must not record one
         training.optimizer.wait_for_parameters()
