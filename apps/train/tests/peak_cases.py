@@ -114,6 +114,12 @@ CASES: dict[str, dict[str, object]] = {
     "transformers' llama": foreign("llama"),
     "transformers' llama, recompute full": foreign("llama") | {"parallelism.recompute": "full"},
     "transformers' gemma2": foreign("gemma2", sliding_window=64),
+    "transformers' gemma2, 16 micro-batches": foreign("gemma2", sliding_window=64)
+    | {"tokens.batch_accumulation_per_replica": 16},
+    "transformers' gemma2, large vocabulary": foreign("gemma2", vocab_size=8192),
+    "transformers' llama, large vocabulary, bf16": foreign("llama", vocab_size=8192)
+    | {"model.dtype": "bfloat16", "tokens.micro_batch_size": 8},
+    "transformers' llama, pp 2": foreign("llama") | {"parallelism.pp": 2},
     "transformers' qwen3_moe": foreign("qwen3_moe", **OF_EXPERTS),
 }
 

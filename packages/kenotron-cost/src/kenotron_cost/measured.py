@@ -23,6 +23,7 @@ from kenotron_models.block_costs import (
     TransformersBlock,
     Working,
     block_kernels,
+    head_bytes,
     kept_bytes,
     norm_bytes,
     sent_bytes,
@@ -95,8 +96,15 @@ class MeasuredModel(StageTensors):
             dtype = torch.float32 if plan.spec.residual_in_fp32 else plan.dtype
             width, fused = plan.spec.hidden_size, plan.on_accelerator
             kept = norm_bytes(norm, own, width, dtype, fused=fused)
-        gradient = logit_sizes(plan)[2]
-        found = {"output layer": kept + 2 * hidden, "logits": logits_bytes(plan)}
+        gradient, own = logit_sizes(plan)[2], 2 * hidden
+        if isinstance(plan.spec, TransformersSpec):
+            batch = MetaMicroBatch(
+                plan.micro_batch_size, plan.row_tokens, mode=sizes.mode, dtype=plan.dtype,
+                tp=sizes.tp, fused_norms=plan.on_accelerator,
+            )  # fmt: skip
+            kept = head_bytes(plan.spec, batch)
+            own = 0 if kept else own
+        found = {"output layer": kept + own, "logits": logits_bytes(plan)}
         return found | {"gradient of the output layer": gradient}
 
     def kernels(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[KernelWork, KernelWork]:

@@ -1,7 +1,7 @@
 """Costs of a block for planners: operations, memory and messages, counted or measured on meta."""
 
 from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
-from kenotron_models.block_memory import kept_bytes, norm_bytes
+from kenotron_models.block_memory import head_bytes, kept_bytes, norm_bytes
 from kenotron_models.communication import sent_bytes, sequence_bytes
 from kenotron_models.flops import block_flops, expert_parameters
 from kenotron_models.meta_block import MetaMicroBatch
@@ -16,6 +16,7 @@ __all__ = [
     "block_flops",
     "block_kernels",
     "expert_parameters",
+    "head_bytes",
     "kept_bytes",
     "norm_bytes",
     "sent_bytes",
