@@ -32,7 +32,7 @@ def on_meta(value: Any) -> Any:
 
 
 def alike_on_meta(known: dict[int, Tensor], value: Any) -> Any:
-    """Return a tensor on meta that has memory in common with those that ``value`` has.
+    """Return a tensor (any shape) on meta that shares memory with those that ``value`` does.
 
     ``known`` has a tensor on meta for each storage.
     """
