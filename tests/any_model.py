@@ -202,7 +202,6 @@ def suggested(mesh: Mesh, kind: str, **changes: Any) -> tuple[dict[str, str], fl
 def _reason(error: Exception) -> str:
     line = next(each for each in str(error).splitlines() if not each.endswith(":")).strip()
     line = re.sub(r"(layers|h)\.\d+\.", r"\1.*.", line)
-    line = line.removeprefix("attn_implementation: kenotron was given, but ")
     return re.split(r": tokens of a |, which attn_implementation|: its experts|: they can", line)[0]
 
 

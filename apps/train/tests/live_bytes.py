@@ -62,7 +62,8 @@ class LiveBytes(TorchDispatchMode):
     def watch(self, parameters: list[torch.Tensor]) -> None:
         """Count the memory of parameters as it comes and goes."""
         self.ignore(parameters)
-        self._resized = [each.untyped_storage() for each in parameters]
+        storages = [each.untyped_storage() for each in parameters]
+        self._resized = [*{each._cdata: each for each in storages}.values()]  # tied ones are one
 
     def _freed(self, ref: weakref.ref) -> None:
         self.now -= self._storages.pop(ref)

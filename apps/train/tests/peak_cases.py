@@ -33,6 +33,10 @@ QWEN3_NEXT = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": 32, "layers": "L*",
 }  # fmt: skip
+FOREIGN = SIZES | {
+    "intermediate_size": 192, "num_hidden_layers": 4, "max_position_embeddings": 256,
+}  # fmt: skip
+OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 COMMON: dict[str, object] = {
     "parallelism.dp": 1, "parallelism.pp": 1, "parallelism.tp": 1,
     "parallelism.tp_mode": "ALL_REDUCE", "model.dtype": "float32",
@@ -52,6 +56,17 @@ LONG: dict[str, object] = {
     "tokens.sequence_length": 1024, "tokens.micro_batch_size": 1,
     "tokens.batch_accumulation_per_replica": 2,
 }  # fmt: skip
+
+
+def foreign(family: str, **sizes: object) -> dict[str, object]:
+    """Changes for a model of transformers."""
+    text = json.dumps(FOREIGN | sizes | {"model_type": family})
+    return {
+        "model.model_config": {"is_hf_config": True, "config_json": text},
+        "model.init_method": {"std": 0.02, "scaling_method": "NONE"},
+    }
+
+
 CASES: dict[str, dict[str, object]] = {
     "dense": {},
     "dense, bf16": {"model.dtype": "bfloat16"},
@@ -110,6 +125,16 @@ CASES: dict[str, dict[str, object]] = {
         "parallelism.dp": 2,
         "optimizer.zero_stage": 3,
     },
+    "transformers' llama": foreign("llama"),
+    "transformers' llama, recompute full": foreign("llama") | {"parallelism.recompute": "full"},
+    "transformers' gemma2": foreign("gemma2", sliding_window=64),
+    "transformers' gemma2, 16 micro-batches": foreign("gemma2", sliding_window=64)
+    | {"tokens.batch_accumulation_per_replica": 16},
+    "transformers' gemma2, large vocabulary": foreign("gemma2", vocab_size=8192),
+    "transformers' llama, large vocabulary, bf16": foreign("llama", vocab_size=8192)
+    | {"model.dtype": "bfloat16", "tokens.micro_batch_size": 8},
+    "transformers' llama, pp 2": foreign("llama") | {"parallelism.pp": 2},
+    "transformers' qwen3_moe": foreign("qwen3_moe", **OF_EXPERTS),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, usable_cores
 from kenotron_dist.diagnosis import Diverged, DryRun, dry_run
 from kenotron_engine import DomainObjective, ModelPlan, training_step
+from kenotron_models import OneKernel, TransformersSpec, communicating_alike
 from kenotron_train.assemble import plan_of
 from kenotron_train.progress import fresh_state
 from kenotron_train.run.placements import described_placements
@@ -58,8 +60,10 @@ def dry_run_of(config: Config, workers: int | None = None) -> str:
     if workers is None:
         few = sizes.world_size <= FEW_RANKS
         workers = 1 if few else min(MOST_WORKERS, usable_cores())
-    # Neither changes a communication; a graph needs a GPU.
+    # None of them changes a communication; a graph needs a GPU.
     plan = replace(plan, compile=False, cuda_graph=False)
+    if isinstance(plan.spec, TransformersSpec):
+        plan = replace(plan, spec=_without_values(plan.spec))
     found = dry_run(partial(prepared, config, plan), sizes, workers)
     if text := found.divergence():
         raise Diverged(text)
@@ -67,6 +71,19 @@ def dry_run_of(config: Config, workers: int | None = None) -> str:
     cost = cost_plan(config)
     types = described_placements(MeasuredModel(cost).layouts(cost), sizes, WIDTH)
     return "\n".join([*_described(found, cost), *[""] * bool(types), *types, *unread])
+
+
+def _without_values(spec: TransformersSpec) -> TransformersSpec:
+    """Return the same model for tensors without values; ValueError where it needs values."""
+    try:
+        return communicating_alike(spec)
+    except ValueError as error:
+        raise ValueError(
+            "model.model_config: --dry-run computes on tensors without values, and a "
+            f"{json.loads(spec.config_json)['model_type']} cannot be computed so: {error}. Run "
+            "`kenotron verify`, which makes steps of this layout with a narrow copy on CPUs; "
+            "--check describes what each rank holds"
+        ) from None
 
 
 def prepared(config: Config, plan: ModelPlan, mesh: Mesh) -> Callable[[], object]:
@@ -89,7 +106,13 @@ def prepared(config: Config, plan: ModelPlan, mesh: Mesh) -> Callable[[], object
             z_loss=plan.spec.z_loss,
         )
     state = fresh_state(optimizer, plan.dtype, doremi)
-    return partial(training_step, training, batch, 1, state=state, objective=objective)
+    step = partial(training_step, training, batch, 1, state=state, objective=objective)
+    return step if not isinstance(plan.spec, TransformersSpec) else partial(_in_one_kernel, step)
+
+
+def _in_one_kernel(step: Callable[[], object]) -> None:
+    with OneKernel(norms=False):
+        step()
 
 
 def _batch(cost: CostPlan) -> Batch:

@@ -8,7 +8,13 @@ from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.logits import logit_sizes, logits_bytes
 from kenotron_cost.stage_tensors import PlannedStage, StageTensors
 from kenotron_models import TransformersSpec
-from kenotron_models.block_costs import Messages, MetaMicroBatch, end_messages, norm_bytes
+from kenotron_models.block_costs import (
+    Messages,
+    MetaMicroBatch,
+    end_messages,
+    head_bytes,
+    norm_bytes,
+)
 
 
 class MeasuredEnds(StageTensors):
@@ -31,8 +37,15 @@ class MeasuredEnds(StageTensors):
             dtype = torch.float32 if plan.spec.residual_in_fp32 else plan.dtype
             width, fused = plan.spec.hidden_size, plan.on_accelerator
             kept = norm_bytes(norm, own, width, dtype, fused=fused)
-        gradient = logit_sizes(plan)[2]
-        found = {"output layer": kept + 2 * hidden, "logits": logits_bytes(plan)}
+        gradient, own = logit_sizes(plan)[2], 2 * hidden
+        if isinstance(plan.spec, TransformersSpec):
+            batch = MetaMicroBatch(
+                plan.micro_batch_size, plan.row_tokens, mode=sizes.mode, dtype=plan.dtype,
+                tp=sizes.tp, fused_norms=plan.on_accelerator,
+            )  # fmt: skip
+            kept = head_bytes(plan.spec, batch)
+            own = 0 if kept else own
+        found = {"output layer": kept + own, "logits": logits_bytes(plan)}
         return found | {"gradient of the output layer": gradient}
 
     def ends_sent(

@@ -131,7 +131,9 @@ def instants(
     working = measured.of_stage("working", plan, rank, again, partial(_working, measured))
     batches = 1 if plan.on_accelerator else 1 + PREFETCHED
     tokens = plan.micro_batch_size * plan.sequence * INTEGERS * 8
-    held["inputs"] = plan.microbatches * (working.shared + batches * tokens)
+    live = measured.live(plan.parallelism.schedule, plan.parallelism.pp, plan.microbatches)[rank]
+    held["inputs"] = plan.microbatches * batches * tokens
+    held["inputs"] += min(live, plan.microbatches) * working.shared
     held["buckets"] = measured.buckets(plan, rank)
     if plan.parallelism.pp > 1:  # one arrives while one is used
         width = 4 if plan.spec.residual_in_fp32 else plan.dtype.itemsize

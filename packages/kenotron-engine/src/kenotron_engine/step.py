@@ -21,6 +21,7 @@ from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.expert_load import balance_experts, expert_figures, forget_loads
 from kenotron_engine.objective import Objective, Parts
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
+from kenotron_engine.sequence import Share
 from kenotron_engine.training import Training
 from kenotron_models import split_chunks
 from kenotron_optim import (
@@ -216,7 +217,7 @@ def gradient(
             chunks = enumerate(split_chunks(x, len(parts_of)))
             return torch.stack([chunk_loss(own, microbatch, i) for i, own in chunks]).sum()
 
-        return training.model.pipeline.run(share.inputs, own_loss, share.contexts), reports
+        return _run(training, share, own_loss), reports
 
     if training.graphs is not None:  # a replay runs no hook, and a capture must not record one
         training.optimizer.wait_for_parameters()
@@ -233,6 +234,15 @@ def gradient(
     loss, reports = loss / factor, reports / factor
     own = _gathered_rows(batch, rows, mesh) if goal.columns else rows.new_empty(0)
     return Gradient(goal.reported(loss, reports), slices, norm, counts, reports, own)
+
+
+def _run(training: Training, share: Share, loss: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Forward and backward of a rank's share, whose contexts are empty afterwards."""
+
+    def over(m: int) -> None:
+        share.contexts[m].forget()
+
+    return training.model.pipeline.run(share.inputs, loss, share.contexts, over)
 
 
 def _sums(

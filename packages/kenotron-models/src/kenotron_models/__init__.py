@@ -19,7 +19,7 @@ from kenotron_models.flops import (
     training_flops,
 )
 from kenotron_models.generate import Sampling, generate
-from kenotron_models.meta_block import run_on_meta
+from kenotron_models.meta_block import OneKernel, communicating_alike, run_on_meta
 from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds, multipliers_of
 from kenotron_models.mup import DepthRule, Mup, MupOptimizer, ParameterScale, mup_scales
 from kenotron_models.mup_init import mup_init, mup_table
@@ -62,6 +62,7 @@ __all__ = [
     "FamilyConfig",
     "HuggingFace",
     "LayerStack",
+    "OneKernel",
     "Recompute",
     "Sampling",
     "SequenceCut",
@@ -71,6 +72,7 @@ __all__ = [
     "TransformersSpec",
     "build_decoder",
     "cache_problem",
+    "communicating_alike",
     "compile_layers",
     "component_of",
     "components",

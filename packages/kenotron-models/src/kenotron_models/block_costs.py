@@ -1,7 +1,7 @@
 """Operations, memory and messages of a block and of the ends of a model, for planners."""
 
 from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
-from kenotron_models.block_memory import kept_bytes, kept_sizes, norm_bytes
+from kenotron_models.block_memory import head_bytes, kept_bytes, kept_sizes, norm_bytes
 from kenotron_models.communication import sent_bytes, sequence_bytes
 from kenotron_models.end_communication import Messages, end_messages
 from kenotron_models.flops import block_flops, expert_parameters
@@ -19,6 +19,7 @@ __all__ = [
     "block_kernels",
     "end_messages",
     "expert_parameters",
+    "head_bytes",
     "kept_bytes",
     "kept_sizes",
     "norm_bytes",

@@ -21,10 +21,18 @@ from torch.utils._pytree import tree_leaves
 
 from kenotron_dist.diagnosis import shape_axes
 from kenotron_models.block import BlockSpec
+from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
+from kenotron_models.meta_block import (
+    MetaMicroBatch,
+    OneKernel,
+    block_on_meta,
+    communicating_alike,
+)
 from kenotron_models.part import Part
 from kenotron_models.transformers_block import TransformersBlock
+from kenotron_models.transformers_layers import TransformersLayer, transformers_layers
+from kenotron_models.transformers_spec import TransformersSpec
 
 
 def kept_bytes(block: BlockSpec | TransformersBlock, width: int, batch: MetaMicroBatch) -> int:
@@ -95,6 +103,30 @@ def norm_bytes(norm: nn.Module, tokens: int, width: int, dtype: torch.dtype, *, 
     x = torch.empty(tokens, width, dtype=dtype, device="meta", requires_grad=True)
     with OneKernel(fused):
         return bytes_alive(norm, x, Context(torch.empty(1, tokens, device="meta")))
+
+
+@lru_cache(maxsize=64)
+def head_bytes(spec: TransformersSpec, batch: MetaMicroBatch) -> int:
+    """Return the bytes that all after the last layer of a model keeps, without the logits.
+
+    0 where it cannot be computed without values.
+    """
+    try:
+        own = communicating_alike(spec)
+    except ValueError:
+        return 0
+    axes, _ = shape_axes({"tp": batch.tp})
+    build = Build(axes["tp"], batch.mode, dtype=batch.dtype)
+    head = dict(transformers_layers(own, build, ("none",) * spec.depth)).get("head")
+    if not isinstance(head, TransformersLayer):
+        return 0  # a model in one piece
+    head.fill_buffers(torch.device("meta"))
+    places = torch.arange(batch.sequence, device="meta").expand(batch.rows, batch.sequence)
+    held = -(-places.numel() // head.tokens_over.size)
+    shape = held, spec.hidden_size
+    x = torch.empty(shape, dtype=batch.dtype, device="meta", requires_grad=True)
+    with OneKernel(batch.fused_norms):
+        return bytes_alive(head, x, Context(places))
 
 
 class _Storages(TorchDispatchMode):

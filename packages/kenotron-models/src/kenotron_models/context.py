@@ -61,3 +61,13 @@ class Context:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    @property
+    def made(self) -> list[Any]:
+        """Results that ``once`` keeps."""
+        return [*self._made.values()]
+
+    def forget(self) -> None:
+        """Free what layers made of this micro-batch: no layer will read it again."""
+        self._made.clear()
+        self.kept.clear()

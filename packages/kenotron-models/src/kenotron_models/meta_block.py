@@ -21,8 +21,10 @@ from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.decoder import LayerStack
 from kenotron_models.recompute import Recompute
 from kenotron_models.sequence_cut import SequenceCut
+from kenotron_models.transformers_attention import ADVICE, OWN_ATTENTION
 from kenotron_models.transformers_block import (
     TransformersBlock,
     input_on_meta,
@@ -152,6 +154,27 @@ def run_on_meta(spec: TransformersSpec, tp: int, ep: int, mode: TPMode) -> None:
                 layer(*given)
         except (RuntimeError, TypeError):
             continue  # device meta lacks what this family calls: nothing is known
+
+
+def communicating_alike(spec: TransformersSpec) -> TransformersSpec:
+    """Return a model that communicates the same over tp, ep and pp, and never asks for values.
+
+    Its attention is computed here: masks of transformers ask tensors for their values. It is run
+    once, without ranks and with a few tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
+    own = replace(spec, attention=OWN_ATTENTION)
+    try:
+        stack = LayerStack(layers_on_meta(own))
+        stack.fill_buffers(torch.device("meta"))
+        tokens = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+        with OneKernel(norms=False), torch.no_grad():
+            stack(tokens, Context(torch.arange(TOKENS, device="meta")[None]))
+    except (RuntimeError, TypeError, ValueError) as error:  # of torch, transformers or ours
+        raise ValueError(str(error).split("\n")[0].removesuffix(ADVICE)) from None
+    return own
 
 
 class _MetaAttention(torch.autograd.Function):

@@ -30,6 +30,8 @@ from kenotron_models.context import Context
 
 OWN_ATTENTION = "kenotron"
 """``attn_implementation`` of models whose attention is computed here."""
+ADVICE = f", which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
+"""End of errors about models whose attention cannot be computed here."""
 _SAYS_NOTHING = {
     "sliding_window",
     "position_ids",
@@ -105,7 +107,7 @@ def attend_rows(
     name = type(module).__name__
     given = {word for word, each in others.items() if each is not None and each is not False}
     if unknown := sorted(given - _SAYS_NOTHING):
-        raise ValueError(f"{name} calls its attention with {', '.join(unknown)}, {_ADVICE}")
+        raise ValueError(f"{name} calls its attention with {', '.join(unknown)}{ADVICE}")
     mask, rows = attention_mask, _rows.get()
     assert rows is not None and not dropout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -113,7 +115,7 @@ def attend_rows(
     if rows.context.cache is not None:
         return attend_masked(query.transpose(1, 2), key, value, mask, scoring).contiguous(), None
     if others.get("is_causal") is False or mask is None or mask.numel() != 1 or mask.is_cuda:
-        raise ValueError(f"{name} calls its attention with a mask that it made itself, {_ADVICE}")
+        raise ValueError(f"{name} calls its attention with a mask that it made itself{ADVICE}")
     window, context = int(mask), rows.context
     sight = AttentionMask(context, window or None, rows.documents)
     if window < 0:
@@ -161,9 +163,6 @@ def _tempered(module: Any, q_BnHK: Tensor, context: Context) -> Tensor:
     return (q_BnHK * (due / done)[:, None, None]).to(q_BnHK.dtype)
 
 
-_ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
-
-
 def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) -> Tensor:
     """Return the window of a mask of transformers, 0 for none: int64 (1, 1, 1, 1) on the CPU.
 
@@ -196,9 +195,8 @@ def window_mask(*, mask_function: _Token, use_vmap: bool = False, **sizes: Any) 
             size = max(int(first.sum()), 1)  # tokens that see the first one
             if not torch.equal(seen, past & (keys // size == queries // size)):
                 raise ValueError(
-                    f"attn_implementation: {OWN_ATTENTION} was given, but a mask of this model is "
-                    f"not causal with a window or chunks, in rows of {length} tokens: set it to "
-                    "null"
+                    "a mask of this model is not causal with a window or chunks, in rows of "
+                    f"{length} tokens{ADVICE}"
                 )
             window = -size
         return torch.full((1, 1, 1, 1), 0 if window == length else window)

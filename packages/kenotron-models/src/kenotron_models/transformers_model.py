@@ -197,8 +197,12 @@ def fill_buffers(model: Any, inside: nn.Module, device: torch.device) -> None:
             base_of(model)._init_weights(twin)
         for name in own:
             value = module._buffers[name] = twin._buffers[name]
-            if value is None or bool((value == UNSET).any() | value.isnan().any()):
+            if value is None or not value.is_meta and _has_unset(value):
                 raise ValueError(f"{path}.{name}: transformers does not compute this buffer again")
+
+
+def _has_unset(value: Tensor) -> bool:
+    return bool((value == UNSET).any() | value.isnan().any())
 
 
 def _unset(buffer: Tensor, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kenotron_models.context import Context
+from kenotron_models.transformers_attention import ADVICE
 from kenotron_models.transformers_plan import base_of
 from kenotron_models.transformers_skeleton import Skeleton
 
@@ -27,8 +28,8 @@ def check_mixing(model: Any) -> None:
     problem = next(_mixers(model), None)
     if problem is not None:
         raise ValueError(
-            f"attn_implementation: kenotron was given, but {problem}: tokens of a "
-            f"{model.config.model_type} see one another outside attention; set it to null"
+            f"{problem}: tokens of a {model.config.model_type} see one another outside "
+            f"attention{ADVICE}"
         )
 
 

@@ -23,7 +23,7 @@ from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_cache import cache_of
 from kenotron_models.transformers_model import fill_buffers
 from kenotron_models.transformers_plan import base_of, path_of
-from kenotron_models.transformers_twin import meta_twin
+from kenotron_models.transformers_twin import alike_on_meta, meta_twin, on_meta
 
 
 class Call(NamedTuple):
@@ -176,7 +176,8 @@ class Skeleton:
             self.fill_buffers(torch.device("cpu"))
             there = Context(torch.arange(sequence).expand(rows, -1))
             made = self.calls(torch.zeros(rows, sequence, width, dtype=dtype), there)
-        calls = [Call(*tree_map(on_meta, call)) for call in made]
+        known = {there.positions_BS.untyped_storage()._cdata: context.positions_BS}
+        calls = [Call(*tree_map(partial(alike_on_meta, known), call)) for call in made]
         return context.once(("transformers", id(self)), lambda: calls)
 
     def finish(self, x_BSD: Tensor, context: Context) -> Tensor:
@@ -186,6 +187,7 @@ class Skeleton:
         with attending(context, self.documents), self._stubbed():
             places = self._places(context)
             logits: Tensor = self.model(inputs_embeds=torch.zeros_like(x_BSD), **places).logits
+        self._reset()
         return logits
 
     def fill_buffers(self, device: torch.device) -> None:
@@ -202,6 +204,7 @@ class Skeleton:
         self.recorders[-1].ends = True
         with torch.no_grad(), attending(context, self.documents), self._stubbed():
             self._reach(inputs_embeds=torch.zeros_like(x_BSD), **self._places(context))
+        self._reset()  # else the last micro-batch's would be kept
         if not self._checked and context.cache is None and not context.positions_BS.is_meta:
             kind = self.model.config.model_type
             self._checked = check_documents(found, context.positions_BS, kind)
@@ -241,11 +244,6 @@ class Skeleton:
 def _apart(value: Any) -> Any:
     """Return a value for one layer: a mapping that all of them write to is not shared."""
     return WriteOnly() if isinstance(value, MutableMapping) and not value else value
-
-
-def on_meta(value: Any) -> Any:
-    """Return a tensor on meta; a window, which is one number on the CPU, stays."""
-    return value.to("meta") if isinstance(value, Tensor) and value.numel() > 1 else value
 
 
 def attends_here(model: Any) -> bool:

@@ -29,7 +29,7 @@ class Working(NamedTuple):
     """At most, without what blocks share: what is kept, and the gradients of input, output and one
     weight are included."""
     shared: int
-    """Of what the blocks of a micro-batch share: angles and masks."""
+    """Of what the blocks of a micro-batch share until its backward is over: angles and masks."""
     exchanged: int
     """Those of ``most`` that are sent to, and come from, other ranks' experts, and are not kept."""
 
@@ -44,6 +44,8 @@ def working_bytes(
     """
     axes, _ = shape_axes({"tp": batch.tp, "ep": batch.ep, "cp": batch.cp})
     layer, x, context = block_on_meta(block, width, batch, axes)
+    given = {storage._cdata: storage.nbytes() for storage in storages_of(context.made)}
+    given.pop(context.positions_BS.untyped_storage()._cdata, None)
     for parameter in layer.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_free)
@@ -57,7 +59,7 @@ def working_bytes(
         end = _Output.apply(layer(x.clone(), context))
         live.kept = {*live.over_ep}
         run_backward(end)
-    return Working(live.peak - shared, shared, live.exchanged)
+    return Working(live.peak - shared, shared + sum(given.values()), live.exchanged)
 
 
 def _free(parameter: Tensor) -> None:

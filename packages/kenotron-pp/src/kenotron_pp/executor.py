@@ -21,6 +21,8 @@ LossFn = Callable[[Tensor, int], Tensor]
 Entering = Callable[[int, Any, Any], Any]
 """(number of a stage, input and context of a micro-batch) -> what this stage passes on."""
 """(output of the last layer, micro-batch number) -> scalar; runs on the last stage."""
+Over = Callable[[int], None]
+"""Called with the number of a micro-batch when this rank has nothing more to do for it."""
 
 
 @dataclass
@@ -82,11 +84,13 @@ class PipelineRun:
         contexts: Sequence[Any] | None,
         loss_fn: LossFn | None,
         shared: SharedLoss,
+        over: Over | None,
         *,
         training: bool,
     ) -> None:
         self.part, self.plan, self.inputs = part, plan, inputs
         self.contexts, self.loss_fn, self.training = contexts, loss_fn, training
+        self.over = over
         self.loss, self.shared = torch.zeros((), device=part.device), shared
         self.outputs: list[Any] = []
         """Of the last stage, when there is no loss function."""
@@ -116,6 +120,7 @@ class PipelineRun:
         links.begin(self.plan.queues, self._keys, form_of)
         if self.loss_fn is not None:
             self.shared.begin()
+        last = {step.action.microbatch: step for step in self.plan.steps}
         for step in self.plan.steps:
             m = step.action.microbatch
             self._at = step
@@ -131,6 +136,8 @@ class PipelineRun:
                 self._weights.pop((step.stage, m)).run()
             else:
                 self._backward(step)
+            if self.over is not None and step is last[m]:
+                self.over(m)
         self._at = "after its last action"
         links.finish()
         self.part.warm.add(self.training)

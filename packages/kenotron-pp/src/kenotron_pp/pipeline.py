@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kenotron_dist import Axis, gather_objects, host_numbers, settle
 from kenotron_pp.activation import Activation
 from kenotron_pp.comm_plan import RankPlan, make_plan
-from kenotron_pp.executor import Entering, LossFn, PipelineRun, StagePart
+from kenotron_pp.executor import Entering, LossFn, Over, PipelineRun, StagePart
 from kenotron_pp.failure import Alarm
 from kenotron_pp.losses import Losses, SharedLoss, adding
 from kenotron_pp.p2p import Links, Pairs
@@ -104,6 +104,7 @@ class Pipeline:
         inputs: Sequence[Activation],
         loss_fn: LossFn,
         contexts: Sequence[Any] | None = None,
+        over: Over | None = None,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients land on the parameters.
 
@@ -111,6 +112,7 @@ class Pipeline:
             inputs: of the first layer, per micro-batch: a tensor, or a tuple or dict of them.
             loss_fn: loss of each, already scaled so that their sum is the loss of the batch.
             contexts: values that the layers may read next to it, per micro-batch.
+            over: called with a micro-batch's number when this rank has done its last action.
 
         Returns:
             The sum of the losses, auxiliary ones included, the same detached scalar on every rank.
@@ -118,7 +120,7 @@ class Pipeline:
         Raises:
             PipelineError: on all ranks, when one of them fails (with one rank: its exception).
         """
-        return self._guarded(inputs, contexts, loss_fn, self._train, training=True)
+        return self._guarded(inputs, contexts, loss_fn, self._train, over, training=True)
 
     def confirm(self) -> None:
         """Raise PipelineError when another rank has failed in the last run.
@@ -161,6 +163,7 @@ class Pipeline:
         contexts: Sequence[Any] | None,
         loss_fn: LossFn | None,
         finish: Callable[[PipelineRun], T],
+        over: Over | None = None,
         *,
         training: bool = False,
     ) -> T:
@@ -172,7 +175,7 @@ class Pipeline:
             plan = self._plan(len(inputs), forward_only=not training)
             shared = SharedLoss(self.axis, self.last_rank)
             run = PipelineRun(
-                self._part, plan, inputs, contexts, loss_fn, shared, training=training
+                self._part, plan, inputs, contexts, loss_fn, shared, over, training=training
             )
             if run.training:
                 self._attach()
