@@ -99,6 +99,11 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
         {"model.compile": True},
         whole,
     )
+    refused(
+        "recompute: full was given; transformers computes this model in one piece, and layers are",
+        {"parallelism.recompute": "full"},
+        whole,
+    )
     refused("but a openai-gpt is not split into layers", path=whole, separate_documents=True)
     refused("attn_implementation: flash was given", attn_implementation="flash")
     refused("model_config.path: .*none/config.json cannot be read", path=tmp_path / "none")

@@ -87,6 +87,11 @@ def _layers(
             "model.compile: true was given; transformers computes this model in one piece, and "
             "layers are compiled: set it to false"
         )
+    if len(layers) == 1 and parallelism.recompute_of(0) == "full":
+        yield (
+            "parallelism.recompute: full was given; transformers computes this model in one piece, "
+            "and layers are computed again: set it to none"
+        )
     if len(layers) == 1 < parts:
         yield (
             f"parallelism.pp: {pp} was given; transformers computes this model in one piece: its "
