@@ -20,6 +20,8 @@ from bench_step import surroundings
 
 TRAIN = Path(__file__).parents[1]
 MODEL = "model.model_config."
+PAUSE = 3.0
+"""Seconds between two looks at the memory, which take time of a core themselves."""
 RUNS: dict[str, tuple[str, dict[str, int]]] = {
     "405B dense": (
         "llama-3.1-70b.yaml",
@@ -62,7 +64,7 @@ def measured(file: str, keys: dict[str, int]) -> dict[str, Any]:
         process = psutil.Process(run.pid)
         while run.poll() is None:
             most = max(most, held(process) if process.is_running() else 0)
-            time.sleep(0.5)
+            time.sleep(PAUSE)
         assert run.stdout is not None
         said = run.stdout.read().splitlines()[0]
     return {"seconds": time.perf_counter() - start, "gb": most / 1e9, "said": said}
