@@ -50,6 +50,7 @@ def figures(estimate: Estimate, machine: Machine, training: PlannedRun) -> dict[
             "instant": estimate.memory.instant,
             "pp_rank": estimate.memory.rank,
             "gb_by_class": {what: n / GB for what, n in estimate.memory.bytes_of.items()},
+            "activations_gb_by_layer": {kind: n / GB for kind, n in estimate.memory.layers.items()},
         },
         "step_seconds": seconds,
         "seconds_by_part": estimate.time.parts,
@@ -73,6 +74,7 @@ def own_lines(estimate: Estimate, machine: Machine, training: PlannedRun) -> lis
     gap = abs(estimate.room - memory.total) / GB
     classes = sorted(memory.bytes_of.items(), key=lambda each: -each[1])
     by_class = ", ".join(f"{what} {_gb(size)}" for what, size in classes)
+    layers = ", ".join(f"{kind} {_gb(size)}" for kind, size in memory.layers.items())
     sent = ", ".join(f"{axis} {_gb(size)}" for axis, size in estimate.sent.items() if size)
     parts = described_parts(estimate.time.parts, 5)
     lines = [
@@ -81,6 +83,7 @@ def own_lines(estimate: Estimate, machine: Machine, training: PlannedRun) -> lis
         f"{estimate.layout.micro_batch}: {fits}, {memory.total / GB:.3g} of "
         f"{estimate.room / GB:.3g} GB ({gap:.3g} {'free' if estimate.fits else 'missing'})",
         f"Largest instant: {memory.instant}, on pp rank {memory.rank}. In GB: {by_class}",
+        f"Activations by kind of layer, in GB: {layers or 'unknown'}",
         f"Step {found['step_seconds']:.3g} s ({found['times']}): {parts}; bubble of the pipeline "
         f"{estimate.time.bubble:.1%}; {short(found['tokens_per_second'])} tokens/s, MFU "
         f"{found['mfu']:.1%}",

@@ -86,6 +86,10 @@ def test_published_layouts_are_legal_and_fit(name, machine, overrides, ranks):
     by_class = own.memory.bytes_of
     assert own.fits and by_class["context"] == of["context"]
     assert by_class["communicators"] % (of["channels"] * of["channel_buffer"]) == 0
+    layers = own.memory.layers
+    assert sum(layers.values()) == pytest.approx(by_class["activations"], rel=1e-6)
+    if name == "deepseek-v3":
+        assert {*layers} <= {"latent attention + mlp", "latent attention + experts"}
     assert 0 < by_class["communicators"] < 2e9 and 0 < by_class["allocator rounding"] < 2e9
 
 
@@ -100,19 +104,19 @@ def test_a_knob_that_makes_it_fit_is_named_with_its_cost():
 
 
 def test_where_none_fits_what_the_search_does_not_change_is_tried(capsys):
-    flags = [part for each in DEEP for part in ("--set", each)]
-    flags += ["--gpus", "8xH100", "--objective", "memory"]
-    needed = plan_of_run(tiny(), H100, 80e9, 8, "memory")
+    file, objective = KNOWN / "llama-3.2-1b.yaml", ("--objective", "memory")
+    needed = plan_of_run(load_config(file), H100, 80e9, 8, "memory")
     assert needed.found is not None and not needed.remedies
-    room = (needed.found.best[0].memory.total - 1000) / 1e9
-    status, out, _ = program(capsys, *flags, "--memory", f"{room:.9f}")
-    text = " ".join(out.split())
-    assert status == 1 and "none fits: those that lack least memory" in text
+    room = (needed.found.best[0].memory.total - 300e6) / 1e9
+    flags = ["--config-file", str(file), "--gpus", "8xH100", *objective, "--memory"]
+    assert main([*flags, f"{room:.6f}"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "none fits: those that lack least memory" in text
     assert "The first of them" in text and "does not fit" in text
     assert "optimizer.offload=true makes the first one fit" in text
     assert "--ranks 16: with dp" in text
-    status, out, _ = program(capsys, *flags, "--memory", "0.001")
-    assert status == 1 and "shorten tokens.sequence_length" in " ".join(out.split())
+    assert main([*flags, "0.001"]) == 1
+    assert "shorten tokens.sequence_length" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.smoke

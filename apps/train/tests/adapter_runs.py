@@ -55,7 +55,8 @@ def set_up(folder: Path, place: Path, changes: dict, *, native: bool, **adapter:
     more = {"model.adapter": section(**adapter)}
     if native:
         more["model.model_config"] = json.dumps(model_config(folder))
-    return configure(folder, place, FIVE | more | changes)
+    keys = {"attn_implementation": "kenotron"} if "parallelism.cp" in changes else {}
+    return configure(folder, place, FIVE | more | changes, **keys)
 
 
 def trained_as_peft(config: object, folder: Path, first: Path, place: Path) -> tuple[list, Any]:

@@ -74,7 +74,7 @@ def test_logits_of_half_precision_count_as_on_a_gpu_wherever_it_is_checked(monke
     assert logits("model.dtype=float32") == 131072 * 4096 * (4 + 4)
 
 
-def test_what_ranks_send_is_that_of_their_blocks_and_micro_batches():
+def test_what_ranks_send_is_that_of_their_layers_and_micro_batches():
     config = parse(
         "parallelism.pp=2",
         "parallelism.tp=2",
@@ -88,7 +88,9 @@ def test_what_ranks_send_is_that_of_their_blocks_and_micro_batches():
     times = config.tokens.batch_accumulation_per_replica
     for stage in stages:
         blocks = sum(name.startswith("layers.") for name in stage.layers)
-        assert stage.sent == {"tp": 4 * whole * times * blocks}
+        head = whole + 5 * 4 * tokens  # and five numbers of each loss
+        ends = whole * ("embedding" in stage.layers) + head * ("head" in stage.layers)
+        assert stage.sent == {"tp": times * (4 * whole * blocks + ends)}
     assert stage_sizes(cost_plan(parse("parallelism.tp=1")))[0].sent == {}
 
 

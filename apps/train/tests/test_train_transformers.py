@@ -60,6 +60,15 @@ def test_every_layout_trains_as_one_process(family, layout, tmp_path):
         assert norm == pytest.approx(due_norm, rel=1e-4)
 
 
+@pytest.mark.parametrize(("family", "layout"), [("cohere", {}), ("mixtral", {"parallelism.ep": 2})])
+def test_gradients_in_slices_of_each_micro_batch_train_as_one_process(family, layout, tmp_path):
+    folder = folder_of(family, tmp_path / "model")
+    halves = {"parallelism.dp": 2, "tokens.micro_batch_size": 1, "optimizer.zero_stage": 2}
+    one = run(configure(folder, tmp_path / "one"))
+    many = run(configure(folder, tmp_path / "many", layout | halves))
+    assert [loss for loss, *_ in many] == pytest.approx([loss for loss, *_ in one], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "mixtral", "seed_oss", "ernie4_5", "lfm2", "qwen3_5_text"]
 )

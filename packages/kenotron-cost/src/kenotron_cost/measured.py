@@ -17,7 +17,7 @@ from kenotron_cost.cost_plan import CostPlan
 from kenotron_cost.exchanged import exchanged
 from kenotron_cost.logits import logits_bytes
 from kenotron_cost.measured_ends import MeasuredEnds
-from kenotron_cost.stage_tensors import PlannedStage, T
+from kenotron_cost.stage_tensors import PlannedStage, T, layer_name
 from kenotron_models import Recompute
 from kenotron_models.block_costs import (
     KernelWork,
@@ -183,6 +183,17 @@ class MeasuredModel(MeasuredEnds):
         cut = *self._cut_of(plan, None), plan.micro_batch_size
         key = name, stage.kind, tuple(again[block] for block in stage.blocks), *cut
         return self.once(key, lambda: make(plan, stage, again))
+
+    def kept_by_layers(
+        self, plan: CostPlan, rank: int, again: Sequence[Recompute]
+    ) -> dict[str, int]:
+        """Return the bytes of ``activations`` of a rank of pp, by kind of layer."""
+        schedule, found = plan.parallelism.schedule, Counter[str]()
+        live = self.live(schedule, plan.parallelism.pp, plan.microbatches)[rank]
+        for way, n in self.ways(self.stages(plan)[rank].blocks, again).items():
+            name = layer_name(self.of_kind[way[0]][0])
+            found[name] += int(live / max(1, schedule.chunks) * self.kept(plan, *way) * n)
+        return dict(found)
 
     def _kept_of_stage(
         self, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]

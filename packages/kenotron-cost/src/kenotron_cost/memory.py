@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import get_args
@@ -45,6 +45,8 @@ class PeakMemory:
     """Of pp."""
     bytes_of: dict[str, int]
     """Bytes by what they are for."""
+    layers: dict[str, int] = field(default_factory=dict)
+    """Those of its ``activations``, by kind of layer."""
 
     @property
     def total(self) -> int:
@@ -79,7 +81,8 @@ def peak_memory(
             strict=True,
         )
     )
-    return max(found, key=lambda peak: peak.total)
+    most = max(found, key=lambda peak: peak.total)
+    return replace(most, layers=measured.kept_by_layers(plan, most.rank, again))
 
 
 def least_memory(

@@ -37,11 +37,13 @@ def beyond(config: Config, planner: Planner, nearest: Estimate) -> Iterator[str]
                 f"{key}={json.dumps(value)} makes the first one fit: {saved:.3g} GB less, the step "
                 f"takes {ratio:.2f} times as long"
             )
+    layout = replace(layout, zero=layout.zero or 3)  # stage 0 shares nothing
     while layout.ranks < MOST_RANKS:
         layout = replace(layout, dp=2 * layout.dp)
         each = _estimated(config, planner, layout)
         if each is not None and each.fits:
-            yield f"--ranks {layout.ranks}: with dp {layout.dp} the first one fits"
+            zero = f"dp {layout.dp} and ZeRO {layout.zero}"
+            yield f"--ranks {layout.ranks}: with {zero} the first one fits"
             return
     if not found:
         yield (

@@ -5,6 +5,7 @@ Everything is made when it is first asked for, once for each way of cutting the 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from kenotron_models import (
     layer_costs,
 )
 from kenotron_models.adapters import adapt
+from kenotron_models.block_costs import TransformersBlock
+from kenotron_models.layers import BlockSpec
 from kenotron_optim import Held, slice_ranks
 from kenotron_pp import Action, NamedLayers, Schedule, Stages, peak_live, rank_actions
 
@@ -279,3 +282,11 @@ def _block_of(plan: CostPlan, name: str) -> list[int]:
     if name.startswith("layers."):
         return [int(name.split(".")[1])]
     return [plan.spec.num_hidden_layers] if name == "mtp.0" else []
+
+
+def layer_name(block: BlockSpec | TransformersBlock) -> str:
+    """Return the kind of a block: its parts, or the first layer of a model of transformers."""
+    if isinstance(block, TransformersBlock):
+        return f"layers as {block.number}"
+    names = (type(part).__name__.removesuffix("Spec") for part in block.parts)
+    return " + ".join(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name in names)
