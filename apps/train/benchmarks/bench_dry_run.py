@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from bench_step import surroundings
 
 TRAIN = Path(__file__).parents[1]
@@ -43,15 +42,17 @@ RUNS: dict[str, tuple[str, dict[str, int]]] = {
 }  # fmt: skip
 
 
-def held(process: psutil.Process) -> int:
-    """Bytes of a process and of those that it started."""
+def held(group: int) -> int:
+    """Bytes of the processes of a group; one that ends meanwhile counts nothing."""
     total = 0
-    for each in [process, *process.children(recursive=True)]:
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            total += each.memory_full_info().pss
-        except psutil.Error:  # it has ended
+            if os.getpgid(int(folder.name)) == group:
+                lines = (folder / "smaps_rollup").read_text().splitlines()
+                total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        except OSError:
             continue
-    return total
+    return total * 1024
 
 
 def measured(file: str, keys: dict[str, int]) -> dict[str, Any]:
@@ -60,10 +61,10 @@ def measured(file: str, keys: dict[str, int]) -> dict[str, Any]:
     words += ["--config-file", str(TRAIN / "configs/known" / file)]
     words += [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
     start, most = time.perf_counter(), 0
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as run:
-        process = psutil.Process(run.pid)
+    own = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(words, **own) as run:
         while run.poll() is None:
-            most = max(most, held(process) if process.is_running() else 0)
+            most = max(most, held(run.pid))
             time.sleep(PAUSE)
         assert run.stdout is not None
         said = run.stdout.read().splitlines()[0]
