@@ -58,8 +58,7 @@ class MeasuredModel(MeasuredEnds):
         key = "kept", kind, *self._cut_of(plan, kind), again, rows
 
         def measure() -> int:
-            width, batch = self._batch(plan, kind, again, rows)
-            given = width, exchanged(plan, batch, keeps=True)
+            given = self._kept_with(plan, kind, again)
             return self.uneven(plan, kind, lambda each: kept_bytes(each, *given))
 
         return self.once(key, measure) * (plan.micro_batch_size // rows)
@@ -67,9 +66,13 @@ class MeasuredModel(MeasuredEnds):
     def kept_storages(self, plan: CostPlan, kind: int, again: Recompute) -> Counter[int]:
         """Return how many storages of how many bytes ``kept`` are with an even load."""
         times = plan.micro_batch_size // self._rows(plan)
-        width, batch = self._batch(plan, kind, again, self._rows(plan))
-        given = width, exchanged(plan, batch, keeps=True)
+        given = self._kept_with(plan, kind, again)
         return Counter(size * times for size in kept_sizes(self.of_kind[kind][0], *given))
+
+    def _kept_with(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[int, MetaMicroBatch]:
+        """Return the width and the rows with which it is measured what a block keeps."""
+        width, batch = self._batch(plan, kind, again, self._rows(plan))
+        return width, exchanged(plan, batch, keeps=True)
 
     def working(self, plan: CostPlan, kind: int, again: Recompute) -> Working:
         """Return the bytes in use in a block, what it keeps included."""
